@@ -1,0 +1,44 @@
+# The commands of the README. Every target installs what it needs first (scripts/setup: idempotent, quick when nothing is missing).
+
+CARGO ?= cargo
+# Where rustup puts cargo, for a shell that has not been started anew since.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+.PHONY: run build test soak bench fmt lint setup setup-dev test-image
+
+run: build
+	$(CARGO) run --release --bin sandboxer -- serve --listen 127.0.0.1:8080
+
+build: setup
+	$(CARGO) build --release --bin sandboxer
+
+# The tests on the real runsc find their base image here; it is built once.
+test soak test-image: export SANDBOXER_IMAGE_DIR ?= $(CURDIR)/target/images
+
+test: test-image
+	$(CARGO) test --workspace
+
+# The same promises with large counts and random seeds.
+soak: test-image
+	scripts/soak
+
+bench: build
+	scripts/setup --bench
+	$(CARGO) run --release -p sandboxer-bench
+
+fmt:
+	$(CARGO) fmt --all
+
+lint: setup
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+
+setup:
+	@scripts/setup
+
+setup-dev:
+	@scripts/setup --dev
+
+# A no-op of a fraction of a second once the image is there and the agent unchanged.
+test-image: setup-dev
+	$(CARGO) run --quiet --bin sandboxer -- image build
