@@ -1,0 +1,286 @@
+//! What the frames say.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::ExecutionId;
+
+/// The number of an execution within its sandbox, given by the server and rising. Frames refer to an execution by it.
+pub type ExecutionNumber = u64;
+
+/// One of the two output streams. With a terminal everything is `Stdout`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// A value for each of the two output streams.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PerStream<T> {
+    pub stdout: T,
+    pub stderr: T,
+}
+
+impl<T> PerStream<T> {
+    pub fn get(&self, stream: Stream) -> &T {
+        match stream {
+            Stream::Stdout => &self.stdout,
+            Stream::Stderr => &self.stderr,
+        }
+    }
+
+    pub fn get_mut(&mut self, stream: Stream) -> &mut T {
+        match stream {
+            Stream::Stdout => &mut self.stdout,
+            Stream::Stderr => &mut self.stderr,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Language {
+    Python,
+    Bash,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TerminalSize {
+    pub rows: u16,
+    pub cols: u16,
+}
+
+/// What happens to output beyond the window while no client is attached.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DetachedOutput {
+    /// The program waits.
+    #[default]
+    Block,
+    /// The oldest bytes go.
+    DropOldest,
+}
+
+/// What the agent is told once, in its environment variable [`AgentConfig::VARIABLE`] as JSON, when the sandbox starts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentConfig {
+    /// Hex of the marker that opens a conversation.
+    pub marker: String,
+    /// Size of the writable layer.
+    pub disk_bytes: u64,
+    /// Most files in the writable layer.
+    pub disk_inodes: u64,
+    /// Use of memory at which the largest user process is killed; none: not watched.
+    pub memory_bytes: Option<u64>,
+    /// Most processes and threads of user code; none: not limited.
+    pub pids: Option<u32>,
+    pub output_window_bytes: u64,
+    pub stdin_window_bytes: u64,
+}
+
+impl AgentConfig {
+    pub const VARIABLE: &str = "SANDBOXER_AGENT_CONFIG";
+}
+
+/// What to run. The code itself travels beside it, as bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExecSpec {
+    pub number: ExecutionNumber,
+    pub id: ExecutionId,
+    pub language: Language,
+    /// The whole environment of the program; nothing else is inherited.
+    pub env: BTreeMap<String, String>,
+    pub cwd: String,
+    /// Whether standard input is open; if not, it is at its end from the start.
+    pub stdin: bool,
+    pub tty: Option<TerminalSize>,
+    #[serde(default)]
+    pub detached_output: DetachedOutput,
+}
+
+/// Server to agent, as control frames.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ToAgent {
+    /// Opens a conversation, right behind the marker. Answered by [`FromAgent::HelloReply`] behind the nonce. Until a `Resume` comes,
+    /// no output is sent, and credit starts at none.
+    Hello {
+        version: u32,
+        nonce: Nonce,
+    },
+    /// End of input, at this offset of it.
+    StdinEof {
+        number: ExecutionNumber,
+        offset: u64,
+    },
+    /// Sends a signal to the foreground of the execution: its process group, or the terminal's foreground group.
+    Signal {
+        number: ExecutionNumber,
+        signal: i32,
+    },
+    Resize {
+        number: ExecutionNumber,
+        size: TerminalSize,
+    },
+    /// Kills every process that descends from the execution. Answered by its `Exited`.
+    Kill {
+        number: ExecutionNumber,
+    },
+    /// Go on sending from these offsets. Offsets before what is held are answered by [`FromAgent::OutputGone`] and go on from there;
+    /// offsets beyond the end go on at the end. Credit is these offsets plus `credit`.
+    Resume {
+        number: ExecutionNumber,
+        from: PerStream<u64>,
+        credit: u64,
+    },
+    /// Stop sending output; no client is attached.
+    Pause {
+        number: ExecutionNumber,
+    },
+    /// A stream may be sent up to here.
+    Credit {
+        number: ExecutionNumber,
+        upto: PerStream<u64>,
+    },
+    /// A client has everything before these offsets: it need not be held any longer.
+    Ack {
+        number: ExecutionNumber,
+        upto: PerStream<u64>,
+    },
+    /// Answered by `Pong` with the same value, after all that came before.
+    Ping {
+        value: u64,
+    },
+}
+
+use super::Nonce;
+
+/// Everything the server sends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ToAgentFrame {
+    Control(ToAgent),
+    Exec { spec: ExecSpec, code: Bytes },
+    Stdin { number: ExecutionNumber, offset: u64, data: Bytes },
+}
+
+/// How an execution ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exit {
+    /// The exit code, if it ended by itself.
+    pub code: Option<i32>,
+    /// The number of the signal that ended it.
+    pub signal: Option<i32>,
+    /// How long it ran, in microseconds.
+    pub duration_us: u64,
+    /// Where its output ends. Output before this comes before `Exited`'s meaning, not always before its frame.
+    pub end: PerStream<u64>,
+    /// Why the agent ended it, if it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cause: Option<ExitCause>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExitCause {
+    /// The sandbox came near its memory limit and this was its largest process.
+    OutOfMemory,
+    /// The guest killed the init of its own namespace, and so every process in it.
+    NamespaceEnded,
+}
+
+/// What the agent holds of the running or the last execution.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExecState {
+    pub number: ExecutionNumber,
+    pub id: ExecutionId,
+    /// None while it runs.
+    pub exit: Option<Exit>,
+    /// The first byte still held of each stream: what was acknowledged, or dropped, lies before.
+    pub held_from: PerStream<u64>,
+    /// The end of each stream so far.
+    pub end: PerStream<u64>,
+    /// How much input was taken.
+    pub stdin_offset: u64,
+    pub stdin_eof: bool,
+    #[serde(default)]
+    pub tty: bool,
+}
+
+/// Agent to server, as control frames.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum FromAgent {
+    HelloReply {
+        /// The version the agent speaks.
+        version: u32,
+        agent: String,
+        /// What can be limited inside this sandbox.
+        enforced: Enforced,
+        execution: Option<ExecState>,
+    },
+    Started {
+        number: ExecutionNumber,
+        spawn_us: u64,
+    },
+    StartFailed {
+        number: ExecutionNumber,
+        message: String,
+    },
+    Exited {
+        number: ExecutionNumber,
+        exit: Exit,
+    },
+    StdinAck {
+        number: ExecutionNumber,
+        offset: u64,
+    },
+    /// The piece did not fit into the input window, or the input is at its end: it was not taken.
+    StdinRefused {
+        number: ExecutionNumber,
+        offset: u64,
+        reason: StdinRefusal,
+    },
+    /// Asked for output that is no longer held; it goes on from here.
+    OutputGone {
+        number: ExecutionNumber,
+        available_from: PerStream<u64>,
+    },
+    Pong {
+        value: u64,
+    },
+    /// The largest process was killed because memory ran out; it belonged to no running execution or was not its main process.
+    MemoryKill {
+        command: String,
+        resident_bytes: u64,
+    },
+    /// The init of the user's namespace died, with every user process; a new one was started.
+    NamespaceRestarted,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StdinRefusal {
+    Full,
+    Closed,
+    /// The piece begins after what was taken so far: something before it is missing.
+    Gap,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Enforced {
+    pub pids: bool,
+    pub memory: bool,
+    pub disk: bool,
+    pub inodes: bool,
+}
+
+/// Everything the agent sends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FromAgentFrame {
+    Control(FromAgent),
+    Output { number: ExecutionNumber, stream: Stream, offset: u64, data: Bytes },
+}

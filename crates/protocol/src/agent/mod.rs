@@ -1,0 +1,38 @@
+//! The conversation between the server and the agent in a sandbox.
+//!
+//! It runs over two FIFOs and outlives both ends of it: the server may be killed and come back, the sandbox may be saved and
+//! restored elsewhere. So each conversation has an opening that can be recognised in the middle of anything:
+//!
+//! ```text
+//! server → agent   MARKER (32 bytes, fixed for the sandbox, known to nobody else) , frame Hello { nonce, … }
+//! agent → server   NONCE (32 bytes, fresh for the conversation)                   , frame HelloReply { … everything it holds … }
+//! ```
+//!
+//! The agent drops what it had of an unfinished frame when the marker comes; the server drops everything until its nonce comes.
+//! After that, frames:
+//!
+//! ```text
+//! server → agent   length: u32 LE | kind: u8 | body | crc32(kind, body): u32 LE      length counts kind, body and crc
+//! agent → server   length: u32 LE | kind: u8 | body                                  length counts kind and body
+//! ```
+//!
+//! The checksum is there because half a frame of a killed server may be completed by the first bytes of the next one's marker: such
+//! a frame must not be carried out. A frame whose checksum is wrong is dropped and the agent looks for the next marker.
+//!
+//! ## Who may send what
+//! The agent sends output of an execution only after [`ToAgent::Resume`] named the offsets to go on from (a new execution starts
+//! resumed from zero), and never further than [`ToAgent::Credit`] allows. So a client that reads slowly holds back the agent's window
+//! and with it the program, while control frames still pass. [`ToAgent::Ack`] frees what is held for replay.
+
+mod frame;
+mod message;
+
+pub use frame::{
+    AgentDecoder, AgentEvent, Corrupt, MARKER_BYTES, Marker, NONCE_BYTES, Nonce, ServerDecoder, encode_opening, encode_to_agent,
+};
+pub use frame::{encode_exec, encode_from_agent, encode_output, encode_reply_opening, encode_stdin};
+pub use message::*;
+
+/// The version of this conversation. A sandbox restored later still has the agent it was saved with, so a server speaks to an agent
+/// of an older version in that one's words.
+pub const AGENT_PROTOCOL_VERSION: u32 = 1;

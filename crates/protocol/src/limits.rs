@@ -1,0 +1,30 @@
+//! Every bound of the protocol by name. Beyond one of them is an error, never a stall.
+
+/// One WebSocket message from a client, unless the server is told otherwise.
+pub const MAX_CLIENT_MESSAGE_BYTES: usize = 8 * MIB;
+/// One frame to the agent: a whole client message of code, with room for its envelope.
+pub const MAX_FRAME_TO_AGENT_BYTES: usize = MAX_CLIENT_MESSAGE_BYTES + MIB;
+/// One frame from the agent.
+pub const MAX_FRAME_FROM_AGENT_BYTES: usize = MAX_OUTPUT_PIECE_BYTES + 64;
+/// The JSON of one control frame, in either direction.
+pub const MAX_CONTROL_BYTES: usize = 512 * 1024;
+/// Bytes of output in one frame.
+pub const MAX_OUTPUT_PIECE_BYTES: usize = 256 * 1024;
+/// Bytes of input in one frame.
+pub const MAX_STDIN_PIECE_BYTES: usize = 256 * 1024;
+/// What the agent holds of a stream until it is acknowledged, unless the server is told otherwise.
+pub const OUTPUT_WINDOW_BYTES: u64 = 8 * MIB as u64;
+/// What the agent holds of input that the program has not read.
+pub const STDIN_WINDOW_BYTES: u64 = 8 * MIB as u64;
+/// What the agent may send of a stream beyond what the server has passed on.
+pub const OUTPUT_CREDIT_BYTES: u64 = 2 * MIB as u64;
+/// An `execution_id`.
+pub const MAX_EXECUTION_ID_BYTES: usize = 128;
+/// Names and values of `env` together.
+pub const MAX_ENV_BYTES: usize = 256 * 1024;
+/// A path such as `cwd`.
+pub const MAX_PATH_BYTES: usize = 4096;
+/// Names and values of `metadata` together.
+pub const MAX_METADATA_BYTES: usize = 16 * 1024;
+
+const MIB: usize = 1024 * 1024;
