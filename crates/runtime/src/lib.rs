@@ -1,1 +1,24 @@
-//! Placeholder.
+//! The seam between the server and what runs a sandbox.
+//!
+//! [`Runtime`] has two implementations, [`GvisorRuntime`] on the runsc binary and [`FakeRuntime`] in process, and one conformance
+//! suite (feature `testing`) that both pass. A runtime starts sandboxes, hands out the two byte streams to the agent in each, tells
+//! when one ended and why, saves and restores, and leaves nothing behind. It holds no policy: which sandboxes exist, who may speak to
+//! them and how long they live is the server's.
+//!
+//! ```text
+//!            start / restore                       checkpoint(Stop)
+//!  (nothing) ───────────────► running ◄──► paused ───────────────► ended
+//!                take_up ───►    │ dies by itself, or is killed      │
+//!                                └───────────────────────────────────┤
+//!  (nothing) ◄──────────────────── remove, from any state ───────────┘
+//! ```
+//!
+//! The sandbox outlives the process that started it: dropping an [`Instance`] only lets go of the streams.
+
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
+
+mod ended;
+mod runtime;
+
+pub use ended::{End, Ended, EndedSender};
+pub use runtime::{AfterSave, BoxFuture, HostResources, Instance, Launch, Runtime, RuntimeError};

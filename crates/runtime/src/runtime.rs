@@ -1,0 +1,105 @@
+//! The trait and what passes through it.
+
+use std::{
+    path::{Path, PathBuf},
+    pin::Pin,
+};
+
+use sandboxer_protocol::{SandboxId, agent::AgentConfig};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use crate::Ended;
+
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Everything needed to start one sandbox.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    pub id: SandboxId,
+    /// Exists, is private to the server, and belongs to the runtime for this sandbox: FIFOs, bundle, boot log.
+    pub dir: PathBuf,
+    /// The EROFS file that is the sandbox's root.
+    pub image: PathBuf,
+    pub config: AgentConfig,
+    pub resources: HostResources,
+}
+
+/// Limits by the host's cgroup; none: not limited there.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct HostResources {
+    /// Counts the guest and the gVisor kernel together.
+    pub memory_bytes: Option<u64>,
+    pub cpus: Option<f64>,
+    /// Far above what the guest may have inside: reaching it can make runsc itself fail.
+    pub pids_ceiling: Option<u64>,
+}
+
+/// What becomes of a sandbox once it is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterSave {
+    Stop,
+    GoOn,
+}
+
+/// A running sandbox: the two streams to its agent, and its end.
+///
+/// Dropping it lets go of the streams; the sandbox goes on.
+pub struct Instance {
+    pub from_agent: Box<dyn AsyncRead + Send + Unpin>,
+    pub to_agent: Box<dyn AsyncWrite + Send + Unpin>,
+    pub ended: Ended,
+}
+
+impl std::fmt::Debug for Instance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Instance").field("ended", &self.ended).finish_non_exhaustive()
+    }
+}
+
+/// Why the runtime did not do what it was asked to.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum RuntimeError {
+    /// What was asked for can't be: ask for something else.
+    #[error("{0}")]
+    Invalid(String),
+    /// No such sandbox, or it is gone: forget it.
+    #[error("no such sandbox runs here")]
+    NotFound,
+    /// Something that the runtime needs is not there now: repair it, or try later.
+    #[error("{0}")]
+    Unavailable(String),
+    /// Not at this moment, since an execution runs.
+    #[error("an execution is in progress")]
+    Busy,
+    /// It was tried and went wrong; the sandbox, if it ran, still does unless `ended` says otherwise.
+    #[error("could not {what}: {why}")]
+    Failed { what: &'static str, why: String },
+}
+
+/// Starts, saves, restores and ends sandboxes.
+///
+/// Futures are not cancel-safe unless they say so: after dropping one of `start` or `restore`, call `remove`.
+pub trait Runtime: Send + Sync + 'static {
+    /// Starts a sandbox. Returns as soon as that is under way; the agent answers over the link when it is up, and a failure to start
+    /// shows in `ended`.
+    fn start<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
+
+    /// Takes up a sandbox that an earlier server process started and left running.
+    fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
+
+    /// Saves the sandbox into the empty directory `into`. The sandbox goes on after a failure. With [`AfterSave::Stop`] it has ended
+    /// when this returns; `remove` it then.
+    fn checkpoint<'a>(&'a self, id: SandboxId, dir: &'a Path, into: &'a Path, after: AfterSave) -> BoxFuture<'a, Result<(), RuntimeError>>;
+
+    /// Starts a sandbox from what `checkpoint` saved. The image must be the one it was saved with.
+    fn restore<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
+
+    /// Freezes the sandbox.
+    fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
+
+    fn resume<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
+
+    /// Ends the sandbox if it runs and leaves nothing behind: no process, mount, cgroup, state directory, FIFO. The caller removes
+    /// `dir` itself. May be repeated, also for one that was only half started.
+    fn remove<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
+}
