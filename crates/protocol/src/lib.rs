@@ -5,8 +5,8 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
 
 pub mod agent;
-// #[cfg(feature = "client")]
-// pub mod client;
+#[cfg(feature = "client")]
+pub mod client;
 mod id;
 pub mod limits;
 

@@ -21,17 +21,20 @@
 //!
 //! ## Who may send what
 //! The agent sends output of an execution only after [`ToAgent::Resume`] named the offsets to go on from (a new execution starts
-//! resumed from zero), and never further than [`ToAgent::Credit`] allows. So a client that reads slowly holds back the agent's window
-//! and with it the program, while control frames still pass. [`ToAgent::Ack`] frees what is held for replay.
+//! resumed from zero, with no credit: send that right behind the request), and never further than [`ToAgent::Credit`] allows. So a
+//! client that reads slowly holds back the agent's window and with it the program, while control frames still pass.
+//! [`ToAgent::Ack`] frees what is held for replay.
 
 mod frame;
 mod message;
+mod signal;
 
 pub use frame::{
     AgentDecoder, AgentEvent, Corrupt, MARKER_BYTES, Marker, NONCE_BYTES, Nonce, ServerDecoder, encode_opening, encode_to_agent,
 };
 pub use frame::{encode_exec, encode_from_agent, encode_output, encode_reply_opening, encode_stdin};
 pub use message::*;
+pub use signal::{signal_name, signal_number};
 
 /// The version of this conversation. A sandbox restored later still has the agent it was saved with, so a server speaks to an agent
 /// of an older version in that one's words.

@@ -1,0 +1,18 @@
+//! The conversation between a client and the server: JSON objects over a WebSocket.
+//!
+//! Both sides ignore fields and events they don't know, so these types only grow.
+
+mod error;
+mod event;
+mod request;
+mod status;
+mod text;
+
+pub use error::{CloseCode, ErrorCode};
+pub use event::{ErrorEvent, OutputEvent, Resumed, SandboxIdEvent, ServerEvent, StatusUpdate, StdinAck, encode_output};
+pub use request::{
+    About, BadRequest, CreateConfig, Encoding, ExecuteRequest, LimitsRequest, Network, OffsetsRequest, Request, Seconds, SnapshotTarget,
+    TtyRequest,
+};
+pub use status::{EndReason, Status};
+pub use text::Utf8Pieces;
