@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use super::Nonce;
 use crate::ExecutionId;
 
 /// The number of an execution within its sandbox, given by the server and rising. Frames refer to an execution by it.
@@ -100,6 +101,9 @@ pub struct ExecSpec {
     pub tty: Option<TerminalSize>,
     #[serde(default)]
     pub detached_output: DetachedOutput,
+    /// Kept by the agent and returned in [`ExecState`], so that a server that takes the sandbox up knows what only the last one knew.
+    #[serde(default)]
+    pub note: String,
 }
 
 /// Server to agent, as control frames.
@@ -130,8 +134,8 @@ pub enum ToAgent {
     Kill {
         number: ExecutionNumber,
     },
-    /// Go on sending from these offsets. Offsets before what is held are answered by [`FromAgent::OutputGone`] and go on from there;
-    /// offsets beyond the end go on at the end. Credit is these offsets plus `credit`.
+    /// Go on sending from these offsets; answered by [`FromAgent::Resumed`]. Offsets before what is held go on from what is held, offsets
+    /// beyond the end go on at the end. Credit is where it goes on plus `credit`. For an execution that is not held: no answer.
     Resume {
         number: ExecutionNumber,
         from: PerStream<u64>,
@@ -156,8 +160,6 @@ pub enum ToAgent {
         value: u64,
     },
 }
-
-use super::Nonce;
 
 /// Everything the server sends.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -208,6 +210,8 @@ pub struct ExecState {
     pub stdin_eof: bool,
     #[serde(default)]
     pub tty: bool,
+    #[serde(default)]
+    pub note: String,
 }
 
 /// Agent to server, as control frames.
@@ -244,10 +248,13 @@ pub enum FromAgent {
         offset: u64,
         reason: StdinRefusal,
     },
-    /// Asked for output that is no longer held; it goes on from here.
-    OutputGone {
+    /// The answer to every `Resume`: from where output really goes on (later than asked for if that is no longer held), where it ends
+    /// so far, and how much input was taken. Output frames sent before this one belong to what was asked for earlier.
+    Resumed {
         number: ExecutionNumber,
-        available_from: PerStream<u64>,
+        from: PerStream<u64>,
+        end: PerStream<u64>,
+        stdin_offset: u64,
     },
     Pong {
         value: u64,

@@ -84,6 +84,7 @@ fn an_exec_carries_its_code_as_it_is() {
         stdin: true,
         tty: None,
         detached_output: crate::agent::DetachedOutput::Block,
+        note: String::new(),
     };
     let code = b"echo \xff\x00\n";
     let mut out = BytesMut::from(&opening()[..]);
