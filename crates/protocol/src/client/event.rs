@@ -50,12 +50,39 @@ pub struct StatusUpdate {
     pub signal: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timed_out: Option<bool>,
+    /// The sandbox came back from a save that is older than what a client may have seen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rewound: Option<bool>,
+    /// Rises with every rewinding.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
+    /// With `rewound`: where the execution's streams are now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stdout_offset: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stderr_offset: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stdin_offset: Option<u64>,
 }
 
 impl StatusUpdate {
     #[must_use]
     pub fn new(status: Status) -> Self {
-        Self { status, message: None, reason: None, execution_id: None, duration_ms: None, exit_code: None, signal: None, timed_out: None }
+        Self {
+            status,
+            message: None,
+            reason: None,
+            execution_id: None,
+            duration_ms: None,
+            exit_code: None,
+            signal: None,
+            timed_out: None,
+            rewound: None,
+            generation: None,
+            stdout_offset: None,
+            stderr_offset: None,
+            stdin_offset: None,
+        }
     }
 
     #[must_use]

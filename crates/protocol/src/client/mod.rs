@@ -7,12 +7,13 @@ mod event;
 mod request;
 mod status;
 mod text;
+mod write;
 
 pub use error::{CloseCode, ErrorCode};
-pub use event::{ErrorEvent, OutputEvent, Resumed, SandboxIdEvent, ServerEvent, StatusUpdate, StdinAck, encode_output};
+pub use event::{ErrorEvent, OffsetsEvent, OutputEvent, Resumed, SandboxIdEvent, ServerEvent, StatusUpdate, StdinAck, encode_output};
 pub use request::{
-    About, BadRequest, CreateConfig, Encoding, ExecuteRequest, LimitsRequest, Network, OffsetsRequest, Request, Seconds, SnapshotTarget,
-    TtyRequest,
+    About, BadRequest, CreateConfig, Encoding, ExecuteRequest, LimitsRequest, Network, NoNetwork, OffsetsRequest, Request, Seconds,
+    SnapshotTarget, TtyRequest,
 };
 pub use status::{EndReason, Status};
 pub use text::Utf8Pieces;

@@ -63,6 +63,12 @@ impl Seconds {
     }
 }
 
+impl From<Duration> for Seconds {
+    fn from(duration: Duration) -> Self {
+        Self(duration.as_secs_f64())
+    }
+}
+
 impl<'de> Deserialize<'de> for Seconds {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let seconds = f64::deserialize(deserializer)?;
@@ -80,22 +86,35 @@ impl<'de> Deserialize<'de> for Seconds {
 #[serde(default)]
 pub struct CreateConfig {
     /// Seconds without client and execution after which the sandbox is saved or deleted; 0: never.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub idle_timeout: Option<Seconds>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub enable_checkpoint: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub filesystem_snapshot_name: Option<String>,
     /// Name or digest of an image; left out: the base image.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
     /// Added to the environment of every execution.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub env: Option<BTreeMap<String, String>>,
     /// Where executions start, if they don't say.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsRequest>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub network: Option<Network>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub enable_sandbox_handoff: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub enable_idle_timeout_auto_checkpoint: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub autosave_seconds: Option<Seconds>,
     #[cfg_attr(feature = "schema", schemars(with = "Option<String>"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub detached_output: Option<DetachedOutput>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,
 }
 
@@ -103,9 +122,13 @@ pub struct CreateConfig {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct LimitsRequest {
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_mb: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub cpus: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub pids: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub disk_mb: Option<u64>,
 }
 
@@ -150,14 +173,21 @@ impl<'de> Deserialize<'de> for Network {
 pub struct ExecuteRequest {
     pub language: String,
     pub code: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub execution_id: Option<ExecutionId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub env: Option<BTreeMap<String, String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
     /// Seconds after which the program is killed.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<Seconds>,
     /// Whether standard input is open (the default) or at its end.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub stdin: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tty: Option<TtyRequest>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
 }
 
@@ -194,8 +224,11 @@ pub enum Encoding {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct OffsetsRequest {
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub execution_id: Option<ExecutionId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub stdout_offset: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub stderr_offset: Option<u64>,
 }
 
@@ -204,7 +237,9 @@ pub struct OffsetsRequest {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct SnapshotTarget {
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub snapshot_id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<String>,
 }
 
