@@ -1,0 +1,296 @@
+//! Opening `/create`: both kinds of client, the grace for the configuration, and everything that makes it fail.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use sandboxer_e2e::{DelayProxy, Opcode, Options, Raw, Ws, shared};
+use serde_json::{Value, json};
+
+/// The grace in which a configuration may follow the pong.
+const GRACE: Duration = Duration::from_millis(250);
+
+#[tokio::test]
+async fn a_configuration_sent_first_is_honoured() {
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.send(json!({"env": {"COLOUR": "grün"}, "cwd": "/tmp", "idle_timeout": 60, "metadata": {"owner": "e2e"}, "network": "none"})).await;
+    ws.expect_created().await;
+    assert_eq!(ws.bash("echo $COLOUR; pwd").await.ok(), "grün\n/tmp\n");
+    assert_eq!(ws.python("import os; print(os.environ['COLOUR'], os.getcwd())").await.ok(), "grün /tmp\n");
+}
+
+#[tokio::test]
+async fn a_client_that_waits_for_running_gets_the_defaults() {
+    let connected = Instant::now();
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.expect_status("SANDBOX_CREATING").await;
+    assert!(connected.elapsed() < GRACE, "SANDBOX_CREATING comes at once, not after {:?}", connected.elapsed());
+    ws.expect_running_with_id().await;
+    assert!(connected.elapsed() >= GRACE, "a configuration could still have come");
+    ws.expect_alive().await;
+}
+
+#[tokio::test]
+async fn a_client_that_answers_no_ping_gets_the_defaults_after_five_seconds() {
+    let connected = Instant::now();
+    let mut raw = Raw::connect(shared().address(), "/create", None).await;
+    assert_eq!(raw.message().await["status"], "SANDBOX_CREATING");
+    assert_eq!(raw.message().await["event"], "sandbox_id");
+    assert_eq!(raw.message().await["status"], "SANDBOX_RUNNING");
+    let took = connected.elapsed();
+    assert!((Duration::from_millis(4900)..Duration::from_secs(9)).contains(&took), "{took:?}");
+}
+
+#[tokio::test]
+async fn a_ping_and_creating_come_right_behind_the_101() {
+    let connected = Instant::now();
+    let mut raw = Raw::connect(shared().address(), "/create", None).await;
+    let mut opcodes = Vec::new();
+    for _ in 0..2 {
+        let frame = raw.frame().await.unwrap();
+        if frame.opcode == Opcode::Text {
+            assert_eq!(frame.json(), json!({"event": "status_update", "status": "SANDBOX_CREATING"}));
+        }
+        opcodes.push(frame.opcode);
+    }
+    assert!(opcodes.contains(&Opcode::Ping) && opcodes.contains(&Opcode::Text), "{opcodes:?}");
+    assert!(connected.elapsed() < GRACE, "{:?}", connected.elapsed());
+}
+
+#[tokio::test]
+async fn the_grace_counts_from_the_pong_and_not_from_the_101() {
+    let mut raw = Raw::connect(shared().address(), "/create", None).await;
+    let ping = loop {
+        let frame = raw.frame().await.unwrap();
+        if frame.opcode == Opcode::Ping {
+            break frame;
+        }
+    };
+    // Well beyond the grace, if it counted from the 101.
+    let early = raw.frame_within(GRACE * 3).await;
+    assert!(early.is_none_or(|frame| frame.json()["status"] == "SANDBOX_CREATING"), "the server did not wait for the pong");
+    raw.send(true, Opcode::Pong, &ping.payload).await;
+    raw.send_text(r#"{"cwd":"/var"}"#).await;
+    raw.answers_pings = true;
+    let mut message = raw.message().await;
+    if message["status"] == "SANDBOX_CREATING" {
+        message = raw.message().await;
+    }
+    assert_eq!(message["event"], "sandbox_id");
+    assert_eq!(raw.message().await["status"], "SANDBOX_RUNNING");
+    raw.send_text(r#"{"language":"bash","code":"pwd"}"#).await;
+    assert_eq!(raw.message().await["status"], "SANDBOX_EXECUTION_RUNNING");
+    assert_eq!(raw.message().await["data"], "/var\n");
+}
+
+async fn far_away(address: SocketAddr) -> (DelayProxy, Ws) {
+    let proxy = DelayProxy::start(address, Duration::from_millis(200)).await;
+    let ws = Ws::connect(proxy.address(), "/create", &[("Host", &address.to_string())]).await.unwrap();
+    (proxy, ws)
+}
+
+#[tokio::test]
+async fn the_configuration_of_a_client_400_ms_away_is_honoured() {
+    let (_proxy, mut ws) = far_away(shared().address()).await;
+    ws.send(json!({"cwd": "/usr", "env": {"FAR": "away"}})).await;
+    ws.expect_created().await;
+    assert_eq!(ws.bash("echo $FAR; pwd").await.ok(), "away\n/usr\n");
+}
+
+#[tokio::test]
+async fn a_client_400_ms_away_that_waits_gets_the_defaults() {
+    let (_proxy, mut ws) = far_away(shared().address()).await;
+    ws.expect_created().await;
+    assert_eq!(ws.bash("pwd").await.ok(), "/root\n");
+}
+
+#[tokio::test]
+async fn a_late_configuration_is_refused_and_nothing_changes() {
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.expect_created().await;
+    for late in [json!({"cwd": "/tmp"}), json!({}), json!({"idle_timeout": 1})] {
+        ws.send(late).await;
+        ws.expect_error("late_configuration").await;
+    }
+    assert_eq!(ws.bash("pwd").await.ok(), "/root\n");
+}
+
+#[tokio::test]
+async fn a_second_configuration_is_refused() {
+    let mut ws = Ws::create_with(shared(), json!({"cwd": "/tmp"})).await;
+    ws.send(json!({"cwd": "/var"})).await;
+    ws.expect_error("late_configuration").await;
+    assert_eq!(ws.bash("pwd").await.ok(), "/tmp\n");
+}
+
+#[tokio::test]
+async fn an_execution_request_as_first_message_means_defaults_and_is_carried_out() {
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.send(json!({"language": "bash", "code": "echo first; pwd"})).await;
+    ws.expect_created().await;
+    ws.expect_status("SANDBOX_EXECUTION_RUNNING").await;
+    let outcome = ws.until_done().await;
+    assert_eq!((outcome.ok(), outcome.between.len()), ("first\n/root\n", 0));
+}
+
+#[tokio::test]
+async fn an_action_as_first_message_means_defaults_and_is_carried_out() {
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.send(json!({"action": "kill_process"})).await;
+    ws.expect_created().await;
+    ws.expect_status("SANDBOX_EXECUTION_FORCE_KILLED").await;
+    ws.expect_alive().await;
+
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.send(json!({"action": "kill_sandbox"})).await;
+    ws.expect_created().await;
+    ws.expect_status("SANDBOX_KILLING").await;
+    ws.expect_status("SANDBOX_KILLED").await;
+    ws.expect_close(1000).await;
+}
+
+#[tokio::test]
+async fn input_behind_an_execution_request_that_came_first_is_not_lost() {
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.send(json!({"language": "bash", "code": "read -r line; echo \"got $line\""})).await;
+    ws.send(json!({"event": "stdin", "data": "hello\n"})).await;
+    ws.expect_created().await;
+    ws.expect_status("SANDBOX_EXECUTION_RUNNING").await;
+    assert_eq!(ws.until_done().await.ok(), "got hello\n");
+}
+
+#[tokio::test]
+async fn a_bad_first_message_changes_nothing_and_the_configuration_may_still_come() {
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.send_text("{not json").await;
+    ws.send(json!([1, 2])).await;
+    ws.send(json!({"cwd": "/opt"})).await;
+    ws.expect_status("SANDBOX_CREATING").await;
+    ws.expect_error("malformed_json").await;
+    ws.expect_error("not_an_object").await;
+    ws.expect_running_with_id().await;
+    assert_eq!(ws.bash("pwd").await.ok(), "/opt\n");
+}
+
+#[tokio::test]
+async fn unknown_fields_of_the_configuration_are_ignored() {
+    let mut ws = Ws::create_with(shared(), json!({"of_tomorrow": {"a": [1]}, "cwd": "/tmp"})).await;
+    assert_eq!(ws.bash("pwd").await.ok(), "/tmp\n");
+}
+
+#[tokio::test]
+async fn every_sandbox_has_an_id_and_a_token_of_its_own() {
+    let (one, two) = (Ws::create(shared()).await, Ws::create(shared()).await);
+    for ws in [&one, &two] {
+        let id = uuid::Uuid::parse_str(&ws.sandbox_id).unwrap();
+        assert_eq!((id.get_version_num(), id.hyphenated().to_string()), (4, ws.sandbox_id.clone()));
+        assert!(ws.sandbox_token.len() >= 32, "a token that can't be guessed");
+    }
+    assert!(one.sandbox_id != two.sandbox_id && one.sandbox_token != two.sandbox_token && one.sandbox_token != one.sandbox_id);
+}
+
+/// `SANDBOX_CREATING` → `SANDBOX_CREATION_ERROR` → `error` → close 4000.
+async fn creation_fails(configuration: Value, codes: &[&str]) -> String {
+    let mut ws = Ws::open(shared(), "/create").await;
+    ws.send(configuration.clone()).await;
+    ws.expect_status("SANDBOX_CREATING").await;
+    ws.expect_status("SANDBOX_CREATION_ERROR").await;
+    let error = ws.next().await;
+    assert_eq!(error["event"], "error", "{configuration}: {error}");
+    assert!(codes.contains(&error["code"].as_str().unwrap()), "{configuration}: {error}");
+    ws.expect_close(4000).await;
+    error["message"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn a_wrong_type_in_the_configuration_fails_the_creation_and_names_the_field() {
+    for (field, value) in [
+        ("idle_timeout", json!("soon")),
+        ("idle_timeout", json!(-1)),
+        ("enable_checkpoint", json!("yes")),
+        ("filesystem_snapshot_name", json!(7)),
+        ("image", json!(["base"])),
+        ("env", json!(["A=b"])),
+        ("env", json!({"A": 1})),
+        ("env", json!({"A=B": "c"})),
+        ("cwd", json!("relative/path")),
+        ("limits", json!(5)),
+        ("limits", json!({"memory_mb": -1})),
+        ("limits", json!({"pids": "many"})),
+        ("network", json!("all")),
+        ("network", json!({"allow": "example.com"})),
+        ("enable_sandbox_handoff", json!(1)),
+        ("autosave_seconds", json!("often")),
+        ("detached_output", json!("lose")),
+        ("metadata", json!({"a": 1})),
+    ] {
+        let message = creation_fails(json!({field: value}), &["invalid_field"]).await;
+        assert!(message.contains(field), "{field}: {message}");
+    }
+}
+
+#[tokio::test]
+async fn what_this_server_can_not_do_fails_the_creation() {
+    creation_fails(json!({"enable_checkpoint": true}), &["checkpoint_not_configured"]).await;
+    creation_fails(json!({"enable_checkpoint": true, "enable_sandbox_handoff": true}), &["checkpoint_not_configured"]).await;
+    creation_fails(json!({"filesystem_snapshot_name": "mine"}), &["filesystem_snapshots_not_configured"]).await;
+    creation_fails(json!({"filesystem_snapshot_name": "../mine"}), &["filesystem_snapshots_not_configured", "invalid_name"]).await;
+    creation_fails(json!({"network": {"allow": ["example.com"]}}), &["network_not_available"]).await;
+    let message = creation_fails(json!({"image": "no-such-image"}), &["unknown_image"]).await;
+    assert!(message.contains("no-such-image"), "{message}");
+}
+
+#[tokio::test]
+async fn what_needs_enable_checkpoint_fails_the_creation_without_it() {
+    let codes = ["checkpoint_not_enabled", "checkpoint_not_configured", "invalid_field"];
+    creation_fails(json!({"enable_sandbox_handoff": true}), &codes).await;
+    creation_fails(json!({"autosave_seconds": 10}), &codes).await;
+}
+
+#[tokio::test]
+async fn no_capacity_fails_the_creation_until_a_place_is_free() {
+    let server = Options::default().arg("--max-sandboxes").arg("1").start();
+    let mut first = Ws::create(&server).await;
+    let mut second = Ws::open(&server, "/create").await;
+    second.send(json!({})).await;
+    second.expect_status("SANDBOX_CREATING").await;
+    second.expect_status("SANDBOX_CREATION_ERROR").await;
+    second.expect_error("no_capacity").await;
+    second.expect_close(4000).await;
+    first.expect_alive().await;
+    first.send(json!({"action": "kill_sandbox"})).await;
+    first.expect_status("SANDBOX_KILLING").await;
+    first.expect_status("SANDBOX_KILLED").await;
+    // The place is free when KILLED was said.
+    Ws::create(&server).await.expect_alive().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_while_its_sandbox_is_made_leaves_nothing_that_can_not_be_used() {
+    let server = Options::default().arg("--max-sandboxes").arg("2").start();
+    for _ in 0..4 {
+        let mut ws = Ws::open(&server, "/create").await;
+        ws.send(json!({"idle_timeout": 0.2})).await;
+        ws.expect_status("SANDBOX_CREATING").await;
+        ws.vanish();
+    }
+    // Idle sandboxes go, so that a place comes free.
+    let start = Instant::now();
+    loop {
+        let mut ws = Ws::open(&server, "/create").await;
+        ws.send(json!({})).await;
+        ws.expect_status("SANDBOX_CREATING").await;
+        let message = ws.next().await;
+        if message["event"] == "sandbox_id" {
+            ws.expect_status("SANDBOX_RUNNING").await;
+            ws.expect_alive().await;
+            return;
+        }
+        assert_eq!(message["status"], "SANDBOX_CREATION_ERROR", "{message}");
+        assert!(start.elapsed() < Duration::from_secs(20), "no place comes free");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
