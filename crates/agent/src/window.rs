@@ -155,6 +155,11 @@ impl Window {
         self.release(count.saturating_sub(self.space()));
     }
 
+    /// Lets the window hold this much more for good: what lies in the pipe of a program that has ended must go somewhere.
+    pub fn extend(&mut self, bytes: usize) {
+        self.capacity = self.capacity.saturating_add(bytes);
+    }
+
     /// A client has everything before `upto`. What nobody can have seen stays, whatever it says.
     pub fn ack(&mut self, upto: u64) {
         let upto = upto.min(self.sent_ever).min(self.end);

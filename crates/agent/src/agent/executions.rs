@@ -1,0 +1,349 @@
+//! What the server asks of executions, and what init tells of them.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    time::Instant,
+};
+
+use bytes::Bytes;
+use nix::{fcntl::OFlag, sys::epoll::EpollFlags, unistd::pipe2};
+use sandboxer_protocol::agent::{ExecSpec, ExecutionNumber, ExitCause, FromAgent, PerStream, StdinRefusal, Stream, ToAgent};
+
+use super::{Agent, token, token_of, watch};
+use crate::{
+    execution::{Execution, Phase, STREAMS},
+    ipc::{self, Program, Report, Request},
+    sys::{self, PIPE_BYTES},
+};
+
+/// A request to init that waits to be sent.
+pub(super) struct Waiting {
+    file: OwnedFd,
+    head: usize,
+}
+
+/// The agent's ends of a program's pipes, and the program's.
+struct Pipes {
+    input: Option<OwnedFd>,
+    output: PerStream<OwnedFd>,
+    theirs: [OwnedFd; 3],
+}
+
+impl Agent {
+    pub(super) fn control(&mut self, message: ToAgent) {
+        match message {
+            // Carried out by the caller, since it opens the conversation.
+            ToAgent::Hello { .. } => {}
+            ToAgent::Ping { value } => self.link.say(&FromAgent::Pong { value }),
+            ToAgent::StdinEof { number, offset } => {
+                let ended = match self.current(number) {
+                    Some(execution) if execution.is_running() => execution.input.end(offset),
+                    // Nobody is left to tell.
+                    _ => Ok(()),
+                };
+                if let Err(reason) = ended {
+                    self.link.say(&FromAgent::StdinRefused { number, offset, reason });
+                }
+            }
+            ToAgent::Signal { number, signal } => self.signal(number, signal),
+            ToAgent::Resize { number, size } => {
+                if let Some(execution) = self.current(number)
+                    && execution.tty
+                    && let Some(terminal) = &execution.output.stdout.source
+                {
+                    let _ = sys::set_terminal_size(terminal.as_fd(), size);
+                }
+            }
+            ToAgent::Kill { number } => self.kill(number),
+            ToAgent::Resume { number, from, credit } => self.resume(number, from, credit),
+            ToAgent::Pause { number } => {
+                if let Some(execution) = self.current(number) {
+                    execution.pause();
+                }
+            }
+            ToAgent::Credit { number, upto } => {
+                if let Some(execution) = self.current(number) {
+                    for stream in STREAMS {
+                        execution.output.get_mut(stream).window.allow(*upto.get(stream));
+                    }
+                }
+            }
+            ToAgent::Ack { number, upto } => {
+                if let Some(execution) = self.current(number) {
+                    let ended = !execution.is_running();
+                    for stream in STREAMS {
+                        let window = &mut execution.output.get_mut(stream).window;
+                        window.ack(*upto.get(stream));
+                        if ended {
+                            window.shrink();
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn current(&mut self, number: ExecutionNumber) -> Option<&mut Execution> {
+        self.execution.as_mut().filter(|execution| execution.number == number)
+    }
+
+    fn resume(&mut self, number: ExecutionNumber, from: PerStream<u64>, credit: u64) {
+        let Some(execution) = self.current(number) else { return };
+        let mut goes_on = from;
+        for stream in STREAMS {
+            *goes_on.get_mut(stream) = execution.output.get_mut(stream).window.resume(*from.get(stream), credit);
+        }
+        let state = execution.state();
+        self.link.say(&FromAgent::Resumed { number, from: goes_on, end: state.end, stdin_offset: state.stdin_offset });
+    }
+
+    pub(super) fn take_input(&mut self, number: ExecutionNumber, offset: u64, data: Bytes) {
+        let taken = self.current(number).map_or(Err(StdinRefusal::Closed), |execution| execution.take_input(offset, data));
+        self.link.say(&match taken {
+            Ok(offset) => FromAgent::StdinAck { number, offset },
+            Err(reason) => FromAgent::StdinRefused { number, offset, reason },
+        });
+    }
+
+    pub(super) fn begin(&mut self, spec: ExecSpec, code: &[u8]) {
+        let number = spec.number;
+        if let Some(execution) = &self.execution {
+            match &execution.phase {
+                // Asked for twice: it is the same one.
+                Phase::Ended(exit) if execution.number == number => {
+                    let exit = exit.clone();
+                    return self.link.say(&FromAgent::Exited { number, exit });
+                }
+                _ if execution.number == number => return,
+                Phase::Ended(_) if execution.number < number => {}
+                Phase::Ended(_) => return self.refuse(number, "its number is lower than that of an execution before"),
+                _ => return self.refuse(number, "another execution is running"),
+            }
+        }
+        let execution = Execution::new(&spec, &self.config, Instant::now());
+        match write_request(spec, code) {
+            Ok(waiting) => {
+                self.waiting = Some(waiting);
+                self.execution = Some(execution);
+                self.ask_init();
+            }
+            Err(error) => self.refuse(number, &format!("cannot pass the code on: {error}")),
+        }
+    }
+
+    fn refuse(&mut self, number: ExecutionNumber, message: &str) {
+        self.link.say(&FromAgent::StartFailed { number, message: message.to_owned() });
+    }
+
+    /// The current execution could not be started: it is as if it had never been asked for.
+    fn start_failed(&mut self, message: &str) {
+        self.waiting = None;
+        if let Some(execution) = self.execution.take() {
+            self.refuse(execution.number, message);
+        }
+    }
+
+    pub(super) fn give_up_waiting(&mut self) {
+        if self.waiting.is_some() {
+            let reason = self.supervisor.last_error.take().unwrap_or_else(|| "it ends at once".to_owned());
+            self.start_failed(&format!("the sandbox's user namespace cannot be started: {reason}"));
+        }
+    }
+
+    /// Hands the waiting request to init, if both are there.
+    fn ask_init(&mut self) {
+        let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return };
+        let Some(waiting) = self.waiting.take() else { return };
+        let number = execution.number;
+        let asked = (|| -> io::Result<()> {
+            let group = self.groups.as_ref().map(|groups| {
+                groups.tidy(None);
+                groups.create(number)
+            });
+            let group = group.transpose()?;
+            let mut descriptors = vec![waiting.file.as_raw_fd()];
+            descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
+            let pipes = if execution.tty { None } else { Some(make_pipes(!execution.input.ended())?) };
+            descriptors.extend(pipes.iter().flat_map(|pipes| pipes.theirs.iter().map(AsRawFd::as_raw_fd)));
+            let request = Request::Spawn { number, head: waiting.head, group: group.is_some() };
+            ipc::send(init.socket.as_fd(), &request, &descriptors)?;
+            let Some(pipes) = pipes else { return Ok(()) };
+            if let Some(input) = pipes.input {
+                watch(&self.epoll, input.as_fd(), token::STDIN, EpollFlags::EPOLLOUT)?;
+                execution.sink = Some(input.into());
+            }
+            for (stream, source) in [(Stream::Stdout, pipes.output.stdout), (Stream::Stderr, pipes.output.stderr)] {
+                watch(&self.epoll, source.as_fd(), token_of(stream), EpollFlags::EPOLLIN)?;
+                execution.output.get_mut(stream).connect(source);
+            }
+            Ok(())
+        })();
+        execution.began = Instant::now();
+        execution.phase = Phase::Starting { kill: false };
+        if let Err(error) = asked {
+            self.start_failed(&format!("cannot pass the request on: {error}"));
+        }
+    }
+
+    /// Everything init has said.
+    pub(super) fn hear_init(&mut self) {
+        self.init_spoke = false;
+        loop {
+            let Some(init) = self.supervisor.process() else { return };
+            match ipc::receive::<Report>(init.socket.as_fd()) {
+                Ok(Some((report, descriptors))) => self.hear(report, descriptors),
+                Ok(None) => return self.abandon_init(),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Not our words: the guest has got hold of it.
+                Err(_) => return self.abandon_init(),
+            }
+        }
+    }
+
+    /// It no longer speaks: whatever state it is in, it goes, and with it the namespace. Its end is then noticed.
+    fn abandon_init(&mut self) {
+        if let Some(init) = self.supervisor.process() {
+            let _ = sys::kill(init.pid, libc::SIGKILL);
+        }
+    }
+
+    fn hear(&mut self, report: Report, descriptors: Vec<OwnedFd>) {
+        match report {
+            Report::Ready => {
+                self.supervisor.became_ready();
+                if std::mem::take(&mut self.restarting) {
+                    self.link.say(&FromAgent::NamespaceRestarted);
+                }
+                self.ask_init();
+            }
+            Report::Started { number } => self.started(number, descriptors),
+            Report::Failed { number, message } => {
+                if self.current(number).is_some_and(|execution| matches!(execution.phase, Phase::Starting { .. })) {
+                    self.start_failed(&message);
+                }
+            }
+            Report::Exited { number, code, signal } => {
+                if self.current(number).is_some_and(|execution| matches!(execution.phase, Phase::Running)) {
+                    self.finish(code, signal, None);
+                }
+            }
+        }
+    }
+
+    fn started(&mut self, number: ExecutionNumber, descriptors: Vec<OwnedFd>) {
+        let now = Instant::now();
+        let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
+        let Phase::Starting { kill } = execution.phase else { return };
+        execution.phase = Phase::Running;
+        if execution.tty
+            && let Some(terminal) = descriptors.into_iter().next()
+            && sys::set_nonblocking(terminal.as_fd()).is_ok()
+            && watch(&self.epoll, terminal.as_fd(), token::STDOUT, EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT).is_ok()
+        {
+            execution.output.stdout.connect(terminal);
+        }
+        let spawn_us = u64::try_from(now.saturating_duration_since(execution.asked).as_micros()).unwrap_or(u64::MAX);
+        self.link.say(&FromAgent::Started { number, spawn_us });
+        if let Some(memory) = &mut self.memory {
+            memory.start(now);
+        }
+        if kill {
+            self.kill(number);
+        }
+    }
+
+    fn finish(&mut self, code: Option<i32>, signal: Option<i32>, cause: Option<ExitCause>) {
+        let Some(execution) = &mut self.execution else { return };
+        let number = execution.number;
+        let (exit, left) = execution.finish(code, signal, cause, Instant::now());
+        for source in left {
+            self.lingering.add(&self.epoll, source);
+        }
+        self.link.say(&FromAgent::Exited { number, exit });
+    }
+
+    fn signal(&mut self, number: ExecutionNumber, signal: i32) {
+        if self.current(number).is_some_and(|execution| matches!(execution.phase, Phase::Running))
+            && let Some(init) = self.supervisor.ready()
+        {
+            let _ = ipc::send(init.socket.as_fd(), &Request::Signal { number, signal }, &[]);
+        }
+    }
+
+    fn kill(&mut self, number: ExecutionNumber) {
+        let Some(execution) = self.current(number) else { return };
+        match &mut execution.phase {
+            Phase::Waiting => {
+                self.waiting = None;
+                self.finish(None, Some(libc::SIGKILL), None);
+            }
+            Phase::Starting { kill } => *kill = true,
+            Phase::Running => {
+                execution.killing = true;
+                self.kill_again();
+            }
+            Phase::Ended(_) => {}
+        }
+    }
+
+    /// Goes on killing what is left of an execution that is to be killed.
+    pub(super) fn kill_again(&mut self) {
+        let Some(execution) = self.execution.as_mut().filter(|execution| execution.killing) else { return };
+        let number = execution.number;
+        execution.killing = match (&self.groups, self.supervisor.ready()) {
+            (Some(groups), _) => groups.kill(number),
+            (None, Some(init)) => {
+                let _ = ipc::send(init.socket.as_fd(), &Request::Kill { number }, &[]);
+                false
+            }
+            (None, None) => false,
+        };
+    }
+
+    /// Init has ended, and with it every process of the guest.
+    pub(super) fn namespace_ended(&mut self) {
+        // What it said before it went still counts.
+        self.hear_init();
+        self.supervisor.ended(Instant::now());
+        self.restarting = true;
+        match self.execution.as_ref().map(|execution| &execution.phase) {
+            Some(Phase::Running) => self.finish(None, Some(libc::SIGKILL), Some(ExitCause::NamespaceEnded)),
+            Some(Phase::Starting { .. }) => self.start_failed("the sandbox's processes were all killed while it was being started"),
+            _ => {}
+        }
+    }
+}
+
+fn write_request(spec: ExecSpec, code: &[u8]) -> io::Result<Waiting> {
+    let program = Program { language: spec.language, env: spec.env, cwd: spec.cwd, tty: spec.tty };
+    let head = serde_json::to_vec(&program)?;
+    let mut file = File::from(sys::memory_file()?);
+    file.write_all(&head)?;
+    file.write_all(code)?;
+    io::Seek::rewind(&mut file)?;
+    Ok(Waiting { file: file.into(), head: head.len() })
+}
+
+fn make_pipes(input: bool) -> io::Result<Pipes> {
+    let (their_input, input) = if input {
+        let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
+        sys::set_nonblocking(write.as_fd())?;
+        let _ = sys::set_pipe_size(write.as_fd(), PIPE_BYTES);
+        (read, Some(write))
+    } else {
+        (File::open("/dev/null")?.into(), None)
+    };
+    let output = || -> io::Result<(OwnedFd, OwnedFd)> {
+        let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
+        sys::set_nonblocking(read.as_fd())?;
+        // Smaller pipes are slower, nothing else.
+        let _ = sys::set_pipe_size(read.as_fd(), PIPE_BYTES);
+        Ok((read, write))
+    };
+    let (stdout, their_stdout) = output()?;
+    let (stderr, their_stderr) = output()?;
+    Ok(Pipes { input, output: PerStream { stdout, stderr }, theirs: [their_input, their_stdout, their_stderr] })
+}

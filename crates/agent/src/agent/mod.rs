@@ -1,0 +1,315 @@
+//! The agent's loop: one thread, nothing in it blocks, no locks.
+//!
+//! Every descriptor is watched for edges; flags remember what is ready. A round reads what is new, carries it out, moves
+//! output and input as far as they go, and sleeps only when nothing could be moved.
+
+mod executions;
+mod lingering;
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    sys::{
+        epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+        signal::{SigSet, SigmaskHow, Signal, sigprocmask},
+        signalfd::{SfdFlags, SignalFd},
+    },
+};
+use sandboxer_protocol::agent::{
+    AGENT_PROTOCOL_VERSION, AgentConfig, AgentEvent, Enforced, FromAgent, Marker, Stream, ToAgent, ToAgentFrame,
+};
+
+use crate::{
+    cgroup::Groups,
+    execution::{Execution, STREAMS},
+    link::Link,
+    memory::MemoryWatch,
+    setup,
+    supervisor::Supervisor,
+    sys::{self, ChildEvent},
+};
+use lingering::Lingering;
+
+/// How long the agent sleeps at most while nobody is at the other end: an edge tells it of a newcomer, this is for a gVisor that misses it.
+const ALONE_RUNNING: Duration = Duration::from_millis(50);
+const ALONE_IDLE: Duration = Duration::from_millis(250);
+/// Without output for this long, buffers are given back.
+const REST: Duration = Duration::from_secs(1);
+/// How often a kill that has no single call for it is repeated.
+const KILL_AGAIN: Duration = Duration::from_millis(5);
+const SCRATCH_BYTES: usize = 64 * 1024;
+/// Frames carried out before output gets its turn.
+const FRAMES_A_ROUND: usize = 64;
+
+/// What an event is about.
+mod token {
+    pub(super) const LINK_IN: u64 = 0;
+    pub(super) const LINK_OUT: u64 = 1;
+    pub(super) const CHILDREN: u64 = 2;
+    pub(super) const INIT: u64 = 3;
+    pub(super) const STDOUT: u64 = 4;
+    pub(super) const STDERR: u64 = 5;
+    pub(super) const STDIN: u64 = 6;
+    /// And all above.
+    pub(super) const LINGERING: u64 = 16;
+}
+
+pub(crate) struct Agent {
+    config: AgentConfig,
+    enforced: Enforced,
+    groups: Option<Groups>,
+    link: Link,
+    epoll: Epoll,
+    children: SignalFd,
+    supervisor: Supervisor,
+    /// A namespace has ended and the next one has not been announced yet.
+    restarting: bool,
+    init_spoke: bool,
+    execution: Option<Execution>,
+    /// What init is to be asked for when it is ready.
+    waiting: Option<executions::Waiting>,
+    lingering: Lingering,
+    memory: Option<MemoryWatch>,
+    scratch: Box<[u8]>,
+}
+
+fn watch(epoll: &Epoll, fd: BorrowedFd<'_>, token: u64, flags: EpollFlags) -> io::Result<()> {
+    Ok(epoll.add(fd, EpollEvent::new(flags | EpollFlags::EPOLLET, token))?)
+}
+
+impl Agent {
+    pub(crate) fn new(config: AgentConfig) -> io::Result<Self> {
+        let marker = Marker::from_hex(&config.marker).ok_or_else(|| io::Error::other("the marker is not 32 bytes in hex"))?;
+        let mut signals = SigSet::empty();
+        signals.add(Signal::SIGCHLD);
+        sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signals), None)?;
+        let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        let link = Link::new(marker)?;
+        let (input, output) = link.descriptors();
+        watch(&epoll, input, token::LINK_IN, EpollFlags::EPOLLIN)?;
+        watch(&epoll, output, token::LINK_OUT, EpollFlags::EPOLLOUT)?;
+        watch(&epoll, children.as_fd(), token::CHILDREN, EpollFlags::EPOLLIN)?;
+        let (enforced, groups) = setup::prepare(&config)?;
+        let memory = config.memory_bytes.and_then(MemoryWatch::new);
+        Ok(Self {
+            enforced: Enforced { memory: memory.is_some(), ..enforced },
+            config,
+            groups,
+            link,
+            epoll,
+            children,
+            supervisor: Supervisor::new(Instant::now()),
+            restarting: false,
+            init_spoke: false,
+            execution: None,
+            waiting: None,
+            lingering: Lingering::default(),
+            memory,
+            scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
+        })
+    }
+
+    /// Runs for as long as the sandbox does.
+    pub(crate) fn run(&mut self) -> io::Result<()> {
+        let mut events = [EpollEvent::empty(); 64];
+        loop {
+            let more = self.round();
+            let timeout = if more { EpollTimeout::ZERO } else { self.timeout() };
+            let now_resting = !more;
+            match self.epoll.wait(&mut events, timeout) {
+                Ok(0) if now_resting => self.nothing_happened(),
+                Ok(count) => events[..count].iter().for_each(|event| self.note(event)),
+                // A restore looks like this: the other end may be a new one.
+                Err(Errno::EINTR) => {
+                    self.link.readable = true;
+                    self.link.writable = true;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn note(&mut self, event: &EpollEvent) {
+        match event.data() {
+            token::LINK_IN => self.link.readable = true,
+            token::LINK_OUT => self.link.writable = true,
+            token::CHILDREN => self.reap(),
+            token::INIT => self.init_spoke = true,
+            lingering if lingering >= token::LINGERING => self.lingering.ready(lingering),
+            other => {
+                let Some(execution) = &mut self.execution else { return };
+                match other {
+                    token::STDOUT => {
+                        execution.output.stdout.readable = true;
+                        execution.sink_writable |= execution.tty;
+                    }
+                    token::STDERR => execution.output.stderr.readable = true,
+                    token::STDIN => execution.sink_writable = true,
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Does everything that can be done now. Returns whether there is more.
+    fn round(&mut self) -> bool {
+        let now = Instant::now();
+        self.keep_init(now);
+        let mut more = false;
+        if self.link.wants_to_read() && !self.link.read(&mut self.scratch) {
+            // Nobody there: as with no client.
+            if let Some(execution) = &mut self.execution {
+                execution.pause();
+            }
+        }
+        for _ in 0..FRAMES_A_ROUND {
+            let Some(event) = self.link.next() else {
+                more |= self.link.wants_to_read();
+                break;
+            };
+            self.carry_out(event);
+            more = true;
+        }
+        if self.init_spoke {
+            self.hear_init();
+        }
+        if let Some(execution) = &mut self.execution {
+            execution.feed();
+            for stream in STREAMS {
+                more |= execution.fill(stream);
+            }
+        }
+        self.link.flush();
+        if let Some(execution) = &mut self.execution {
+            for stream in STREAMS {
+                more |= self.link.send_output(execution.number, stream, &mut execution.output.get_mut(stream).window);
+            }
+        }
+        self.link.flush();
+        more |= self.lingering.drain(&mut self.scratch);
+        self.watch_memory(now);
+        self.kill_again();
+        more
+    }
+
+    /// Until when to sleep.
+    fn timeout(&self) -> EpollTimeout {
+        let now = Instant::now();
+        let running = self.execution.as_ref().is_some_and(Execution::is_running);
+        let mut sleep: Option<Duration> = None;
+        let mut at_most = |duration: Duration| sleep = Some(sleep.map_or(duration, |sleep| sleep.min(duration)));
+        if self.link.alone {
+            at_most(if running { ALONE_RUNNING } else { ALONE_IDLE });
+        }
+        let until = |at: Instant| at.saturating_duration_since(now);
+        self.supervisor.retry().map(until).map(&mut at_most);
+        self.memory.as_ref().and_then(MemoryWatch::next).map(until).map(&mut at_most);
+        if let Some(execution) = &self.execution {
+            if execution.killing {
+                at_most(KILL_AGAIN);
+            }
+            if execution.busy {
+                at_most(REST);
+            }
+        }
+        match sleep {
+            None => EpollTimeout::NONE,
+            // Rounded up: waking a moment too early only to sleep again costs twice.
+            Some(sleep) => EpollTimeout::try_from(sleep.as_millis().saturating_add(1).min(60_000) as u32).unwrap_or(EpollTimeout::ZERO),
+        }
+    }
+
+    fn nothing_happened(&mut self) {
+        if self.link.alone {
+            self.link.readable = true;
+        }
+        if let Some(execution) = &mut self.execution {
+            execution.rest();
+        }
+    }
+
+    fn carry_out(&mut self, event: AgentEvent) {
+        let frame = match event {
+            AgentEvent::Opened => {
+                self.link.close();
+                if let Some(execution) = &mut self.execution {
+                    execution.pause();
+                }
+                return;
+            }
+            AgentEvent::Frame(frame) => frame,
+        };
+        match frame {
+            ToAgentFrame::Control(ToAgent::Hello { nonce, .. }) => {
+                let reply = FromAgent::HelloReply {
+                    version: AGENT_PROTOCOL_VERSION,
+                    agent: concat!("sandboxer-agent ", env!("CARGO_PKG_VERSION")).to_owned(),
+                    enforced: self.enforced,
+                    execution: self.execution.as_ref().map(Execution::state),
+                };
+                self.link.answer_opening(&nonce, &reply);
+            }
+            // Without its Hello there is no conversation.
+            _ if !self.link.is_open() => {}
+            ToAgentFrame::Control(message) => self.control(message),
+            ToAgentFrame::Exec { spec, code } => self.begin(spec, &code),
+            ToAgentFrame::Stdin { number, offset, data } => self.take_input(number, offset, data),
+        }
+    }
+
+    /// Starts an init where there is none.
+    fn keep_init(&mut self, now: Instant) {
+        if let Some(init) = self.supervisor.start_if_due(now) {
+            if watch(&self.epoll, init.socket.as_fd(), token::INIT, EpollFlags::EPOLLIN).is_err() {
+                // It can't be heard, so it is of no use; its end is noticed as any other's.
+                let _ = sys::kill(init.pid, libc::SIGKILL);
+            }
+            self.init_spoke = true;
+        }
+        if self.supervisor.is_hopeless() {
+            self.give_up_waiting();
+        }
+    }
+
+    fn reap(&mut self) {
+        while let Ok(Some(_)) = self.children.read_signal() {}
+        while let Some(event) = sys::next_child_event(true) {
+            let init = self.supervisor.process().map(|init| init.pid);
+            match event {
+                // The guest may stop its own init; that must not stop us.
+                ChildEvent::Stopped(pid) => {
+                    let _ = sys::kill(pid, libc::SIGCONT);
+                }
+                ChildEvent::Ended(pid, _) if init == Some(pid) => self.namespace_ended(),
+                ChildEvent::Ended(..) => {}
+            }
+        }
+    }
+
+    fn watch_memory(&mut self, now: Instant) {
+        let Some(memory) = &mut self.memory else { return };
+        let Some(victim) = memory.tick(now, self.supervisor.process().map(|init| init.pid)) else { return };
+        if let Some(execution) = self.execution.as_mut().filter(|execution| execution.is_running()) {
+            // It is the first process of its group: the oldest one, and it is still there.
+            let main = self.groups.as_ref().and_then(|groups| groups.members(execution.number).into_iter().min());
+            if main.is_none_or(|main| main == victim.pid) {
+                execution.out_of_memory = true;
+                return;
+            }
+        }
+        self.link.say(&FromAgent::MemoryKill { command: victim.command, resident_bytes: victim.resident_bytes });
+    }
+}
+
+fn token_of(stream: Stream) -> u64 {
+    match stream {
+        Stream::Stdout => token::STDOUT,
+        Stream::Stderr => token::STDERR,
+    }
+}

@@ -1,0 +1,115 @@
+//! Groups of user processes, by gVisor's own cgroup file system inside the sandbox.
+//!
+//! ```text
+//! /            the agent and init: never limited, never killed
+//! /user        pids.max
+//! /user/exec-N one execution with all that descends from it, background processes included
+//! ```
+//!
+//! A program is put into its group before it starts, by itself; it can't leave, since it has no way to this file system.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Read, Seek},
+    path::PathBuf,
+};
+
+use nix::mount::MsFlags;
+use sandboxer_protocol::agent::ExecutionNumber;
+
+use crate::sys;
+
+const MOUNT: &str = "/sandboxer/cgroup";
+
+#[derive(Debug)]
+pub(crate) struct Groups {
+    limits_pids: bool,
+}
+
+fn user() -> PathBuf {
+    PathBuf::from(MOUNT).join("user")
+}
+
+fn group(number: ExecutionNumber) -> PathBuf {
+    user().join(format!("exec-{number}"))
+}
+
+impl Groups {
+    /// None where this gVisor offers no cgroups.
+    pub(crate) fn mount(pids: Option<u32>) -> Option<Self> {
+        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+        if sys::mount("cgroup2", MOUNT, flags, "").is_ok() {
+            // Fails harmlessly where the controllers are on already.
+            let _ = fs::write(PathBuf::from(MOUNT).join("cgroup.subtree_control"), "+pids");
+        } else if sys::mount("cgroup", MOUNT, flags, "pids").is_err() {
+            return None;
+        }
+        fs::create_dir(user()).ok()?;
+        let limits_pids = pids.is_some_and(|pids| fs::write(user().join("pids.max"), pids.to_string()).is_ok());
+        Some(Self { limits_pids })
+    }
+
+    pub(crate) fn limits_pids(&self) -> bool {
+        self.limits_pids
+    }
+
+    /// Makes the group of an execution; whoever writes `0` to the file joins it.
+    pub(crate) fn create(&self, number: ExecutionNumber) -> io::Result<File> {
+        let path = group(number);
+        if let Err(error) = fs::create_dir(&path)
+            && error.kind() != io::ErrorKind::AlreadyExists
+        {
+            return Err(error);
+        }
+        OpenOptions::new().write(true).open(path.join("cgroup.procs"))
+    }
+
+    /// The processes of an execution, by the agent's numbers.
+    pub(crate) fn members(&self, number: ExecutionNumber) -> Vec<i32> {
+        read_pids(&group(number).join("cgroup.procs"))
+    }
+
+    /// Kills every process of an execution. Returns whether any may be left.
+    pub(crate) fn kill(&self, number: ExecutionNumber) -> bool {
+        if fs::write(group(number).join("cgroup.kill"), "1").is_ok() {
+            return false;
+        }
+        let members = self.members(number);
+        for pid in &members {
+            let _ = sys::kill(*pid, libc::SIGKILL);
+        }
+        !members.is_empty()
+    }
+
+    /// Removes the groups that are empty, but for one. Returns whether any process of the user is left.
+    pub(crate) fn tidy(&self, keep: Option<ExecutionNumber>) -> bool {
+        let Ok(entries) = fs::read_dir(user()) else { return false };
+        let kept = keep.map(|number| format!("exec-{number}"));
+        let mut populated = false;
+        for entry in entries.flatten() {
+            let name = entry.file_name();
+            if !name.to_string_lossy().starts_with("exec-") {
+                continue;
+            }
+            if kept.as_deref().is_some_and(|kept| name == kept) {
+                populated |= keep.is_some_and(|number| !self.members(number).is_empty());
+            } else {
+                // Refused while a process is in it.
+                populated |= fs::remove_dir(entry.path()).is_err();
+            }
+        }
+        populated
+    }
+}
+
+fn read_pids(path: &std::path::Path) -> Vec<i32> {
+    fs::read_to_string(path).unwrap_or_default().lines().filter_map(|line| line.trim().parse().ok()).filter(|pid| *pid > 1).collect()
+}
+
+/// Reads a small file of the kernel's again and again through one descriptor.
+pub(crate) fn reread(file: &mut File, text: &mut String) -> io::Result<()> {
+    text.clear();
+    file.rewind()?;
+    file.read_to_string(text)?;
+    Ok(())
+}

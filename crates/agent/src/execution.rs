@@ -1,0 +1,275 @@
+//! One execution: its output, its input, how it stands.
+
+use std::{
+    fs::File,
+    io::{self, IoSliceMut, Read, Write},
+    os::fd::{AsFd, OwnedFd},
+    time::Instant,
+};
+
+use bytes::Bytes;
+use sandboxer_agent::{input::Input, window::Window};
+use sandboxer_protocol::{
+    ExecutionId,
+    agent::{AgentConfig, DetachedOutput, ExecSpec, ExecState, ExecutionNumber, Exit, ExitCause, PerStream, Stream},
+};
+
+use crate::sys;
+
+/// How much is read from a program at once: little at first, more while it keeps coming.
+const FIRST_READ_BYTES: usize = 16 * 1024;
+const MAX_READ_BYTES: usize = 1024 * 1024;
+/// What a terminal may hold when its program ends.
+const MAX_TERMINAL_REST_BYTES: usize = 1024 * 1024;
+const END_OF_TRANSMISSION: u8 = 4;
+
+pub(crate) const STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
+
+/// How it stands.
+#[derive(Debug)]
+pub(crate) enum Phase {
+    /// Waits for an init that can start it.
+    Waiting,
+    /// Init was asked.
+    Starting {
+        kill: bool,
+    },
+    Running,
+    Ended(Exit),
+}
+
+/// One output stream: where it comes from and what is held of it.
+#[derive(Debug)]
+pub(crate) struct Output {
+    pub(crate) source: Option<File>,
+    pub(crate) readable: bool,
+    pub(crate) window: Window,
+    read_bytes: usize,
+}
+
+pub(crate) struct Execution {
+    pub(crate) number: ExecutionNumber,
+    pub(crate) id: ExecutionId,
+    pub(crate) tty: bool,
+    /// The server's own; only kept.
+    note: String,
+    detached: DetachedOutput,
+    pub(crate) phase: Phase,
+    pub(crate) asked: Instant,
+    pub(crate) began: Instant,
+    pub(crate) output: PerStream<Output>,
+    pub(crate) input: Input,
+    /// Where input goes; with a terminal that is the source of its output.
+    pub(crate) sink: Option<File>,
+    pub(crate) sink_writable: bool,
+    end_sent: bool,
+    /// It was killed for its use of memory.
+    pub(crate) out_of_memory: bool,
+    /// Its processes are to be killed until none is left.
+    pub(crate) killing: bool,
+    /// Output came since the last rest: see [`Execution::rest`].
+    pub(crate) busy: bool,
+}
+
+impl Execution {
+    pub(crate) fn new(spec: &ExecSpec, config: &AgentConfig, now: Instant) -> Self {
+        let output =
+            || Output { source: None, readable: false, window: Window::new(config.output_window_bytes), read_bytes: FIRST_READ_BYTES };
+        let mut input = Input::new(config.stdin_window_bytes);
+        if !spec.stdin {
+            // At its end from the start; nothing was taken, so this can't be refused.
+            let _ = input.end(0);
+        }
+        Self {
+            number: spec.number,
+            id: spec.id.clone(),
+            tty: spec.tty.is_some(),
+            note: spec.note.clone(),
+            detached: spec.detached_output,
+            phase: Phase::Waiting,
+            asked: now,
+            began: now,
+            output: PerStream { stdout: output(), stderr: output() },
+            input,
+            sink: None,
+            sink_writable: true,
+            end_sent: false,
+            out_of_memory: false,
+            killing: false,
+            busy: false,
+        }
+    }
+
+    pub(crate) fn state(&self) -> ExecState {
+        ExecState {
+            number: self.number,
+            id: self.id.clone(),
+            exit: match &self.phase {
+                Phase::Ended(exit) => Some(exit.clone()),
+                _ => None,
+            },
+            held_from: self.each(Window::held_from),
+            end: self.each(Window::end),
+            stdin_offset: self.input.taken(),
+            stdin_eof: self.input.ended(),
+            tty: self.tty,
+            note: self.note.clone(),
+        }
+    }
+
+    fn each(&self, of: impl Fn(&Window) -> u64) -> PerStream<u64> {
+        PerStream { stdout: of(&self.output.stdout.window), stderr: of(&self.output.stderr.window) }
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        !matches!(self.phase, Phase::Ended(_))
+    }
+
+    pub(crate) fn pause(&mut self) {
+        for stream in STREAMS {
+            self.output.get_mut(stream).window.pause();
+        }
+    }
+
+    /// Reads once from a stream into its window, if both allow it. Returns whether to come back at once.
+    pub(crate) fn fill(&mut self, stream: Stream) -> bool {
+        let drop_oldest = self.detached == DetachedOutput::DropOldest;
+        let output = self.output.get_mut(stream);
+        let Some(source) = output.source.as_mut().filter(|_| output.readable) else { return false };
+        if drop_oldest && output.window.is_paused() {
+            output.window.make_room(output.read_bytes);
+        }
+        if output.window.space() == 0 {
+            return false;
+        }
+        match read_into(source, &mut output.window, output.read_bytes) {
+            Ok(0) => {
+                output.source = None;
+                false
+            }
+            Ok(count) => {
+                self.busy = true;
+                if count == output.read_bytes {
+                    output.read_bytes = (output.read_bytes * 4).min(MAX_READ_BYTES);
+                } else if count < output.read_bytes / 16 {
+                    output.read_bytes = (output.read_bytes / 4).max(FIRST_READ_BYTES);
+                }
+                true
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
+            Err(_) => {
+                // Empty for now; a terminal also says EIO while no process has it open.
+                output.readable = false;
+                false
+            }
+        }
+    }
+
+    /// Gives the program input, as far as it goes now.
+    pub(crate) fn feed(&mut self) {
+        let sink = if self.tty { self.output.stdout.source.as_mut() } else { self.sink.as_mut() };
+        let Some(sink) = sink else { return };
+        while self.sink_writable
+            && let Some(front) = self.input.front()
+        {
+            match sink.write(front) {
+                Ok(count) => self.input.fed(count),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::Interrupted => {}
+                    io::ErrorKind::WouldBlock => self.sink_writable = false,
+                    _ => {
+                        self.input.discard();
+                        self.sink = None;
+                        return;
+                    }
+                },
+            }
+        }
+        if self.input.finished() {
+            if !self.tty {
+                self.sink = None;
+            } else if self.sink_writable && !self.end_sent {
+                self.end_sent = sink.write(&[END_OF_TRANSMISSION]).is_ok();
+            }
+        }
+    }
+
+    /// The main process has ended: takes what its pipes hold now. What comes later is no longer its output; the sources are
+    /// returned, to be drained for as long as others hold them.
+    pub(crate) fn finish(
+        &mut self,
+        code: Option<i32>,
+        signal: Option<i32>,
+        cause: Option<ExitCause>,
+        now: Instant,
+    ) -> (Exit, Vec<OwnedFd>) {
+        let mut left = Vec::new();
+        for stream in STREAMS {
+            let drop_oldest = self.detached == DetachedOutput::DropOldest;
+            let output = self.output.get_mut(stream);
+            let Some(mut source) = output.source.take() else { continue };
+            let mut rest = if self.tty { MAX_TERMINAL_REST_BYTES } else { sys::bytes_waiting(source.as_fd()).unwrap_or(0) };
+            let mut open = true;
+            while rest > 0 && open {
+                let want = rest.min(MAX_READ_BYTES);
+                if drop_oldest && output.window.is_paused() {
+                    output.window.make_room(want);
+                } else if !self.tty || output.window.space() < FIRST_READ_BYTES {
+                    output.window.extend(want.min(if self.tty { FIRST_READ_BYTES } else { want }).saturating_sub(output.window.space()));
+                }
+                match read_into(&mut source, &mut output.window, want) {
+                    Ok(0) => open = false,
+                    Ok(count) => rest -= count.min(rest),
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => {
+                        open = error.kind() == io::ErrorKind::WouldBlock;
+                        rest = 0;
+                    }
+                }
+            }
+            if open {
+                left.push(source.into());
+            }
+        }
+        self.sink = None;
+        self.input.discard();
+        let exit = Exit {
+            code,
+            signal,
+            duration_us: u64::try_from(now.saturating_duration_since(self.began).as_micros()).unwrap_or(u64::MAX),
+            end: self.each(Window::end),
+            cause: cause.or(if self.out_of_memory && signal == Some(libc::SIGKILL) { Some(ExitCause::OutOfMemory) } else { None }),
+        };
+        self.phase = Phase::Ended(exit.clone());
+        (exit, left)
+    }
+
+    pub(crate) fn take_input(&mut self, offset: u64, data: Bytes) -> Result<u64, sandboxer_protocol::agent::StdinRefusal> {
+        if !self.is_running() {
+            return Err(sandboxer_protocol::agent::StdinRefusal::Closed);
+        }
+        self.input.take(offset, data)
+    }
+
+    /// Nothing came for a while: gives memory back.
+    pub(crate) fn rest(&mut self) {
+        self.busy = false;
+        for stream in STREAMS {
+            self.output.get_mut(stream).window.shrink();
+        }
+    }
+}
+
+impl Output {
+    pub(crate) fn connect(&mut self, source: OwnedFd) {
+        self.source = Some(source.into());
+        self.readable = true;
+    }
+}
+
+fn read_into(source: &mut File, window: &mut Window, want: usize) -> io::Result<usize> {
+    let [first, second] = window.spare(want);
+    let count = source.read_vectored(&mut [IoSliceMut::new(first), IoSliceMut::new(second)])?;
+    window.commit(count);
+    Ok(count)
+}

@@ -1,0 +1,138 @@
+//! The init of the user's namespaces: the only process of ours that the guest can see.
+//!
+//! It is started afresh (`/sandboxer/agent init`), so nothing of the agent's memory is in it, makes the guest's root its own, gives up
+//! what it does not need, then starts programs as the agent asks and tells how they ended. The guest can kill it; the agent
+//! then starts another on the same files.
+
+mod program;
+mod root;
+mod tree;
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+};
+
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::{SigSet, SigmaskHow, Signal, sigprocmask},
+        signalfd::{SfdFlags, SignalFd},
+    },
+};
+use sandboxer_protocol::agent::ExecutionNumber;
+
+use crate::{
+    ipc::{self, INIT_SOCKET, Report, Request},
+    sys::{self, ChildEvent, Ended},
+};
+
+/// The program whose end the agent waits for.
+struct Main {
+    number: ExecutionNumber,
+    pid: i32,
+    /// Kept to find the foreground group of its terminal.
+    terminal: Option<OwnedFd>,
+}
+
+struct Init {
+    socket: BorrowedFd<'static>,
+    main: Option<Main>,
+}
+
+/// Runs until the agent is gone.
+pub(crate) fn run() -> io::Result<()> {
+    // SAFETY: the agent starts init with its socket as this descriptor, and it stays open until the process ends.
+    let socket = unsafe { BorrowedFd::borrow_raw(INIT_SOCKET) };
+    nix::fcntl::fcntl(socket, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))?;
+    // Before anything else runs in here.
+    sys::set_not_dumpable()?;
+    let mut signals = SigSet::empty();
+    signals.add(Signal::SIGCHLD);
+    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signals), None)?;
+    let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+    // What else a guest may send is ignored; a terminal's signals are none of init's business either.
+    for signal in [Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2] {
+        // SAFETY: ignoring a signal installs no handler.
+        unsafe { nix::sys::signal::signal(signal, nix::sys::signal::SigHandler::SigIgn) }?;
+    }
+    root::enter()?;
+    sys::drop_capabilities()?;
+    // Dropping capabilities may have changed it.
+    sys::set_not_dumpable()?;
+    let mut init = Init { socket, main: None };
+    init.report(&Report::Ready, &[])?;
+    loop {
+        let mut waiting = [PollFd::new(socket, PollFlags::POLLIN), PollFd::new(children.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut waiting, PollTimeout::NONE) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let asked = waiting[0].revents().is_some_and(|events| !events.is_empty());
+        while let Ok(Some(_)) = children.read_signal() {}
+        init.reap()?;
+        if asked && !init.serve_one()? {
+            return Ok(());
+        }
+    }
+}
+
+impl Init {
+    fn report(&self, report: &Report, descriptors: &[i32]) -> io::Result<()> {
+        ipc::send(self.socket, report, descriptors)
+    }
+
+    fn serve_one(&mut self) -> io::Result<bool> {
+        let Some((request, descriptors)) = ipc::receive::<Request>(self.socket)? else { return Ok(false) };
+        match request {
+            Request::Spawn { number, head, group } => match program::start(number, head, group, descriptors) {
+                Ok(started) => {
+                    let terminal: Vec<i32> = started.terminal.iter().map(AsRawFd::as_raw_fd).collect();
+                    self.report(&Report::Started { number }, &terminal)?;
+                    self.main = Some(Main { number, pid: started.pid, terminal: started.terminal });
+                    program::remove_all_but(number);
+                }
+                Err(message) => {
+                    let message: String = message.chars().take(500).collect();
+                    self.report(&Report::Failed { number, message }, &[])?;
+                }
+            },
+            Request::Signal { number, signal } => {
+                if let Some(main) = &self.main
+                    && main.number == number
+                {
+                    let foreground = main.terminal.as_ref().and_then(|terminal| sys::foreground_group(terminal.as_fd()).ok());
+                    let group = foreground.filter(|group| *group > 1).unwrap_or(main.pid);
+                    if sys::kill(-group, signal).is_err() {
+                        // It may have left its group, or the group is gone with all but the main process.
+                        let _ = sys::kill(main.pid, signal);
+                    }
+                }
+            }
+            Request::Kill { number } => {
+                if let Some(main) = &self.main
+                    && main.number == number
+                {
+                    tree::kill(main.pid);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    fn reap(&mut self) -> io::Result<()> {
+        while let Some(event) = sys::next_child_event(false) {
+            let ChildEvent::Ended(pid, ended) = event else { continue };
+            if self.main.as_ref().is_some_and(|main| main.pid == pid)
+                && let Some(main) = self.main.take()
+            {
+                let (code, signal) = match ended {
+                    Ended::Code(code) => (Some(code), None),
+                    Ended::Signal(signal) => (None, Some(signal)),
+                };
+                self.report(&Report::Exited { number: main.number, code, signal }, &[])?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,92 @@
+//! What the agent and the init of the user's namespace say to each other: small packets with descriptors.
+//!
+//! The agent believes nothing of what it is told here beyond the execution that is current: the guest may have got hold of its init.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, IoSlice, IoSliceMut},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+};
+
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use sandboxer_protocol::agent::{ExecutionNumber, Language, TerminalSize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+/// The descriptor on which init finds its socket.
+pub(crate) const INIT_SOCKET: RawFd = 3;
+const MAX_PACKET_BYTES: usize = 4096;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Request {
+    /// With descriptors: a file that holds the [`Program`] (`head` bytes of JSON) and then the code; `cgroup.procs` if `group`; and
+    /// standard input, output and error, unless the program gets a terminal.
+    Spawn {
+        number: ExecutionNumber,
+        head: usize,
+        group: bool,
+    },
+    Signal {
+        number: ExecutionNumber,
+        signal: i32,
+    },
+    /// Kills the program and what descends from it, where there are no groups to do it by.
+    Kill {
+        number: ExecutionNumber,
+    },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Program {
+    pub(crate) language: Language,
+    pub(crate) env: BTreeMap<String, String>,
+    pub(crate) cwd: String,
+    pub(crate) tty: Option<TerminalSize>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Report {
+    Ready,
+    /// With the agent's end of the terminal, if there is one.
+    Started {
+        number: ExecutionNumber,
+    },
+    Failed {
+        number: ExecutionNumber,
+        message: String,
+    },
+    Exited {
+        number: ExecutionNumber,
+        code: Option<i32>,
+        signal: Option<i32>,
+    },
+}
+
+pub(crate) fn send(socket: BorrowedFd<'_>, message: &impl Serialize, descriptors: &[RawFd]) -> io::Result<()> {
+    let bytes = serde_json::to_vec(message)?;
+    let rights = [ControlMessage::ScmRights(descriptors)];
+    let control = if descriptors.is_empty() { &[][..] } else { &rights[..] };
+    sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(&bytes)], control, MsgFlags::MSG_NOSIGNAL, None)?;
+    Ok(())
+}
+
+/// The next packet; none if the other end is gone.
+pub(crate) fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
+    let mut bytes = [0; MAX_PACKET_BYTES];
+    let mut space = nix::cmsg_space!([RawFd; 8]);
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let mut descriptors = Vec::new();
+    for message in received.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(rights) = message {
+            // SAFETY: the kernel has just made these descriptors for this process, and nobody else knows of them.
+            descriptors.extend(rights.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+    }
+    let length = received.bytes;
+    if length == 0 {
+        return Ok(None);
+    }
+    Ok(Some((serde_json::from_slice(&bytes[..length])?, descriptors)))
+}

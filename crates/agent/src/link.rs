@@ -1,0 +1,181 @@
+//! The agent's end of the conversation: two FIFOs whose other ends come and go.
+//!
+//! Nothing is said before an opening, and an opening drops whatever was about to be said: the server skips everything before its nonce.
+
+use std::{
+    io::{self, IoSlice, Read, Write},
+    os::fd::{AsFd, BorrowedFd},
+};
+
+use bytes::{Buf, BytesMut};
+use sandboxer_agent::window::Window;
+use sandboxer_protocol::agent::{
+    AgentDecoder, AgentEvent, ExecutionNumber, FromAgent, Marker, Nonce, Stream, encode_from_agent, encode_output, encode_reply_opening,
+};
+use sandboxer_protocol::limits::MAX_OUTPUT_PIECE_BYTES;
+
+use crate::sys;
+
+/// With this much unsaid nothing more is read: whoever asks without listening waits.
+const MAX_UNSAID_BYTES: usize = 1024 * 1024;
+
+pub(crate) struct Link {
+    input: std::fs::File,
+    output: std::fs::File,
+    decoder: AgentDecoder,
+    unsaid: BytesMut,
+    /// A `Hello` was answered and the other end was there when last tried.
+    open: bool,
+    pub(crate) readable: bool,
+    pub(crate) writable: bool,
+    /// The last read found nobody at the other end.
+    pub(crate) alone: bool,
+}
+
+impl Link {
+    /// Over standard input and output.
+    pub(crate) fn new(marker: Marker) -> io::Result<Self> {
+        let input = std::fs::File::from(io::stdin().as_fd().try_clone_to_owned()?);
+        let output = std::fs::File::from(io::stdout().as_fd().try_clone_to_owned()?);
+        sys::set_nonblocking(input.as_fd())?;
+        sys::set_nonblocking(output.as_fd())?;
+        Ok(Self {
+            input,
+            output,
+            decoder: AgentDecoder::new(marker),
+            unsaid: BytesMut::new(),
+            open: false,
+            readable: true,
+            writable: true,
+            alone: false,
+        })
+    }
+
+    pub(crate) fn descriptors(&self) -> (BorrowedFd<'_>, BorrowedFd<'_>) {
+        (self.input.as_fd(), self.output.as_fd())
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.open
+    }
+
+    /// There may be something to read, and room for the answers.
+    pub(crate) fn wants_to_read(&self) -> bool {
+        self.readable && self.unsaid.len() < MAX_UNSAID_BYTES
+    }
+
+    /// Reads once. Returns false if the other end has just gone.
+    pub(crate) fn read(&mut self, scratch: &mut [u8]) -> bool {
+        match self.input.read(scratch) {
+            Ok(0) => {
+                self.readable = false;
+                let was_there = !self.alone;
+                self.alone = true;
+                self.decoder.end_of_input();
+                self.close();
+                !was_there
+            }
+            Ok(count) => {
+                self.alone = false;
+                self.decoder.buffer().extend_from_slice(&scratch[..count]);
+                true
+            }
+            Err(error) => {
+                if error.kind() != io::ErrorKind::Interrupted {
+                    self.readable = false;
+                }
+                // Somebody holds the other end, with nothing to say yet.
+                self.alone &= error.kind() != io::ErrorKind::WouldBlock;
+                true
+            }
+        }
+    }
+
+    pub(crate) fn next(&mut self) -> Option<AgentEvent> {
+        let event = self.decoder.next();
+        if event.is_none() && self.decoder.buffer().is_empty() && self.decoder.buffer().capacity() > 0 {
+            // An idle agent holds no buffer.
+            *self.decoder.buffer() = BytesMut::new();
+        }
+        event
+    }
+
+    /// Says nothing more until the next opening.
+    pub(crate) fn close(&mut self) {
+        self.open = false;
+        self.unsaid = BytesMut::new();
+    }
+
+    pub(crate) fn answer_opening(&mut self, nonce: &Nonce, reply: &FromAgent) {
+        self.unsaid = BytesMut::new();
+        self.open = true;
+        // Whoever is there now may have come since the last write failed.
+        self.writable = true;
+        encode_reply_opening(&mut self.unsaid, nonce, reply);
+    }
+
+    pub(crate) fn say(&mut self, message: &FromAgent) {
+        if self.open {
+            encode_from_agent(&mut self.unsaid, message);
+        }
+    }
+
+    /// Writes what is unsaid, as far as it goes now.
+    pub(crate) fn flush(&mut self) {
+        while self.writable && !self.unsaid.is_empty() {
+            match self.output.write(&self.unsaid) {
+                Ok(count) => self.unsaid.advance(count),
+                Err(error) => self.failed(&error),
+            }
+        }
+        if self.unsaid.is_empty() && self.unsaid.capacity() > 0 {
+            self.unsaid = BytesMut::new();
+        }
+    }
+
+    /// Sends the next piece of a window straight from where it lies. Returns whether anything was sent.
+    pub(crate) fn send_output(&mut self, number: ExecutionNumber, stream: Stream, window: &mut Window) -> bool {
+        if !self.open || !self.writable || !self.unsaid.is_empty() {
+            return false;
+        }
+        let Some(piece) = window.next_piece(MAX_OUTPUT_PIECE_BYTES) else { return false };
+        let mut head = BytesMut::with_capacity(64);
+        encode_output(&mut head, number, stream, piece.offset, &[]);
+        add_to_length(&mut head, piece.len());
+        let parts = [&head[..], piece.data[0], piece.data[1]];
+        match self.output.write_vectored(&parts.map(IoSlice::new)) {
+            Ok(mut written) => {
+                // A frame once begun must be finished, whatever becomes of the window.
+                for part in parts {
+                    let skipped = written.min(part.len());
+                    self.unsaid.extend_from_slice(&part[skipped..]);
+                    written -= skipped;
+                }
+                let count = piece.len();
+                window.mark_sent(count);
+                true
+            }
+            Err(error) => {
+                self.failed(&error);
+                false
+            }
+        }
+    }
+
+    fn failed(&mut self, error: &io::Error) {
+        match error.kind() {
+            io::ErrorKind::Interrupted => {}
+            io::ErrorKind::WouldBlock => self.writable = false,
+            // Nobody reads: the next opening starts anew.
+            _ => self.close(),
+        }
+    }
+}
+
+/// Frames begin with their length; this one is followed by `more` bytes that were not copied into it.
+fn add_to_length(frame: &mut BytesMut, more: usize) {
+    if let Some(length) = frame.first_chunk_mut::<4>() {
+        let total = u32::from_le_bytes(*length).saturating_add(u32::try_from(more).unwrap_or(u32::MAX));
+        *length = total.to_le_bytes();
+    }
+}

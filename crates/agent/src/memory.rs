@@ -1,0 +1,107 @@
+//! Watching the sandbox's use of memory.
+//!
+//! gVisor accepts a memory limit inside the sandbox and ignores it, and the host's limit kills the sandbox as a whole. So the
+//! agent looks itself, and ends the largest program of the user before it comes to that.
+
+use std::{
+    fs::{self, File},
+    time::{Duration, Instant},
+};
+
+use crate::{cgroup::reread, sys};
+
+/// Of the limit; above it the largest process goes.
+const KILL_AT_PERCENT: u64 = 95;
+/// How fast a program is expected to use memory up at most; sets how often we look.
+const BYTES_PER_MILLISECOND: u64 = 4 * 1024 * 1024;
+const OFTEN: Duration = Duration::from_millis(5);
+const SELDOM: Duration = Duration::from_millis(100);
+/// A killed process gets this long to give its memory back before the next one is killed.
+const GRACE: Duration = Duration::from_millis(500);
+
+pub(crate) struct MemoryWatch {
+    limit: u64,
+    meminfo: File,
+    text: String,
+    next: Option<Instant>,
+    dying: Option<(i32, Instant)>,
+}
+
+/// A process that was killed.
+#[derive(Debug)]
+pub(crate) struct Victim {
+    pub(crate) pid: i32,
+    pub(crate) command: String,
+    pub(crate) resident_bytes: u64,
+}
+
+impl MemoryWatch {
+    pub(crate) fn new(limit: u64) -> Option<Self> {
+        Some(Self { limit, meminfo: File::open("/proc/meminfo").ok()?, text: String::new(), next: None, dying: None })
+    }
+
+    /// User processes may exist from now on.
+    pub(crate) fn start(&mut self, now: Instant) {
+        self.next.get_or_insert(now + OFTEN);
+    }
+
+    /// When to look again; none while nothing of the user's runs.
+    pub(crate) fn next(&self) -> Option<Instant> {
+        self.next
+    }
+
+    /// Looks, if it is time to. `init` is spared.
+    pub(crate) fn tick(&mut self, now: Instant, init: Option<i32>) -> Option<Victim> {
+        if self.next.is_none_or(|next| now < next) {
+            return None;
+        }
+        let Some(used) = self.used() else {
+            self.next = Some(now + SELDOM);
+            return None;
+        };
+        let threshold = self.limit / 100 * KILL_AT_PERCENT;
+        let room = threshold.saturating_sub(used);
+        if room > 0 {
+            self.dying = None;
+            let wait = Duration::from_millis(room / BYTES_PER_MILLISECOND).clamp(OFTEN, SELDOM);
+            self.next = if wait == SELDOM && user_processes(init).next().is_none() { None } else { Some(now + wait) };
+            return None;
+        }
+        self.next = Some(now + OFTEN);
+        if let Some((pid, since)) = self.dying
+            && now < since + GRACE
+            && sys::kill(pid, 0).is_ok()
+        {
+            return None;
+        }
+        let victim = user_processes(init).filter_map(|pid| Some((resident_bytes(pid)?, pid))).max();
+        let Some((resident_bytes, pid)) = victim else {
+            // It is all in files.
+            self.next = None;
+            return None;
+        };
+        let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim_end().to_owned();
+        sys::kill(pid, libc::SIGKILL).ok()?;
+        self.dying = Some((pid, now));
+        Some(Victim { pid, command, resident_bytes })
+    }
+
+    fn used(&mut self) -> Option<u64> {
+        reread(&mut self.meminfo, &mut self.text).ok()?;
+        let value = |name: &str| -> Option<u64> {
+            let line = self.text.lines().find_map(|line| line.strip_prefix(name))?;
+            line.split_whitespace().next()?.parse::<u64>().ok()
+        };
+        Some(value("MemTotal:")?.saturating_sub(value("MemFree:")?) * 1024)
+    }
+}
+
+fn user_processes(init: Option<i32>) -> impl Iterator<Item = i32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).filter(move |pid| *pid != 1 && Some(*pid) != init)
+}
+
+fn resident_bytes(pid: i32) -> Option<u64> {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
+    Some(statm.split(' ').nth(1)?.parse::<u64>().ok()? * 4096)
+}

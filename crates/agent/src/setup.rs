@@ -1,0 +1,84 @@
+//! What the agent mounts for the guest before anything of it runs, and how it starts the guest's init.
+
+use std::{
+    fs, io,
+    os::fd::{AsRawFd, OwnedFd},
+};
+
+use nix::{
+    mount::MsFlags,
+    sys::socket::{AddressFamily, SockFlag, SockType, socketpair},
+};
+use sandboxer_protocol::agent::{AgentConfig, Enforced};
+
+use crate::{
+    cgroup::Groups,
+    spawn::{Plan, spawn},
+    sys,
+};
+
+/// The guest's root, as the agent sees it.
+pub(crate) const ROOT: &str = "/sandboxer/root";
+const LAYER: &str = "/sandboxer/rw";
+const BASE: &str = "/rootfs";
+const AGENT: &std::ffi::CStr = c"/sandboxer/agent";
+
+/// Mounts the writable layer and the guest's root, and finds out what can be limited.
+pub(crate) fn prepare(config: &AgentConfig) -> io::Result<(Enforced, Option<Groups>)> {
+    let context = |what: &'static str| move |error: io::Error| io::Error::new(error.kind(), format!("{what}: {error}"));
+    let inodes =
+        mount_tmpfs(LAYER, config.disk_bytes, Some(config.disk_inodes), "mode=0700").map_err(context("mounting the writable layer"))?;
+    let (upper, work) = (format!("{LAYER}/upper"), format!("{LAYER}/work"));
+    fs::create_dir(&upper)?;
+    fs::create_dir(&work)?;
+    let layers = format!("lowerdir={BASE},upperdir={upper},workdir={work}");
+    sys::mount("overlay", ROOT, MsFlags::empty(), &layers).map_err(context("mounting the guest's root"))?;
+    let groups = Groups::mount(config.pids);
+    let enforced = Enforced {
+        pids: config.pids.is_some() && groups.as_ref().is_some_and(Groups::limits_pids),
+        memory: config.memory_bytes.is_some(),
+        disk: true,
+        inodes,
+    };
+    Ok((enforced, groups))
+}
+
+/// A tmpfs of this size; says whether the number of files is limited too, which an older gVisor can't.
+pub(crate) fn mount_tmpfs(target: &str, bytes: u64, inodes: Option<u64>, more: &str) -> io::Result<bool> {
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    if let Some(inodes) = inodes
+        && sys::mount("tmpfs", target, flags, &format!("size={bytes},nr_inodes={inodes},{more}")).is_ok()
+    {
+        return Ok(true);
+    }
+    sys::mount("tmpfs", target, flags, &format!("size={bytes},{more}"))?;
+    Ok(false)
+}
+
+/// The agent's side of a running init.
+pub(crate) struct InitProcess {
+    pub(crate) pid: i32,
+    pub(crate) socket: OwnedFd,
+}
+
+/// Starts the init of fresh namespaces on the guest's root. It says when it is ready.
+pub(crate) fn start_init() -> io::Result<InitProcess> {
+    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+    sys::set_nonblocking(std::os::fd::AsFd::as_fd(&ours))?;
+    let null = fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    let plan = Plan {
+        programs: &[AGENT.to_owned()],
+        arguments: &[c"sandboxer-init".to_owned(), c"init".to_owned()],
+        environment: &[],
+        directory: None,
+        standard: [null.as_raw_fd(), null.as_raw_fd(), 2],
+        session: true,
+        terminal: false,
+        group: None,
+        namespaces: libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS,
+        extra: Some(theirs.as_raw_fd()),
+    };
+    let pid = spawn(&plan)
+        .map_err(|failed| io::Error::new(failed.error.kind(), format!("starting init ({:?}): {}", failed.step, failed.error)))?;
+    Ok(InitProcess { pid, socket: ours })
+}
