@@ -12,8 +12,6 @@ pub struct Global {
     /// Where runsc keeps the state of its containers.
     pub root: PathBuf,
     pub features: Features,
-    /// Limits in the spec are applied by the host's cgroup; otherwise cgroups are left alone.
-    pub host_cgroup: bool,
 }
 
 impl Global {
@@ -25,6 +23,8 @@ impl Global {
             "--network=none".into(),
             // The guest makes its own overlay; one by runsc could not be walked from inside.
             "--overlay2=none".into(),
+            // Host cgroups are made by the caller, who puts runsc into them.
+            "--ignore-cgroups".into(),
         ];
         if self.features.in_sandbox_cgroup_v2 {
             arguments.push("--in-sandbox-cgroup=v2".into());
@@ -33,9 +33,6 @@ impl Global {
             // The path of the image differs between machines and is an annotation; the server rebuilds the spec itself and compares
             // what matters.
             arguments.push("--restore-spec-validation=ignore".into());
-        }
-        if !self.host_cgroup {
-            arguments.push("--ignore-cgroups".into());
         }
         arguments
     }
@@ -150,7 +147,7 @@ fn joined(flag: &str, path: &std::path::Path) -> OsString {
 mod tests {
     use super::*;
 
-    fn global(new: bool, host_cgroup: bool) -> Global {
+    fn global(new: bool) -> Global {
         let features = Features {
             version: crate::OLDEST_VERSION,
             version_text: "20240729".to_owned(),
@@ -159,17 +156,17 @@ mod tests {
             exclude_zero_pages: new,
             spec_validation: new,
         };
-        Global { root: "/state".into(), features, host_cgroup }
+        Global { root: "/state".into(), features }
     }
 
     #[test]
     fn flags_that_the_binary_does_not_know_are_left_out() {
         assert_eq!(
-            global(false, false).arguments(),
+            global(false).arguments(),
             ["--root=/state", "--platform=systrap", "--network=none", "--overlay2=none", "--ignore-cgroups"]
         );
-        let new = global(true, true).arguments();
-        assert!(new.contains(&"--in-sandbox-cgroup=v2".into()) && !new.contains(&"--ignore-cgroups".into()));
+        let new = global(true).arguments();
+        assert!(new.contains(&"--in-sandbox-cgroup=v2".into()) && new.contains(&"--restore-spec-validation=ignore".into()));
     }
 
     #[test]

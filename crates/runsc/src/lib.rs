@@ -14,4 +14,4 @@ mod spec;
 pub use call::{CallError, Runsc};
 pub use command::{Checkpoint, Files, Global, Restore, Run, State, Status};
 pub use find::{Features, FindError, OLDEST_VERSION, Version, find};
-pub use spec::{AGENT_PATH, CGROUP_PARENT, Resources, SandboxSpec, SpecError};
+pub use spec::{AGENT_PATH, SandboxSpec, SpecError};

@@ -17,8 +17,18 @@
 
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
 
+mod cgroup;
 mod ended;
+mod fifo;
+mod gvisor;
+pub mod link;
+mod process;
+mod record;
 mod runtime;
+pub mod userns;
 
+pub use cgroup::{Controller, HostLimits};
 pub use ended::{End, Ended, EndedSender};
+pub use gvisor::{GvisorOptions, GvisorRuntime};
+pub use process::become_subreaper;
 pub use runtime::{AfterSave, BoxFuture, HostResources, Instance, Launch, Runtime, RuntimeError};

@@ -1,0 +1,375 @@
+//! Limits by the host's cgroups: what can be enforced here, and the cgroup of one sandbox.
+//!
+//! The cgroup is made here and runsc is put into it before it starts anything (see `gvisor`): that takes a millisecond, where runsc's
+//! own handling takes 30 to 60, and it works in a delegated subtree where only some directories may be written to.
+
+use std::{
+    fmt, fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use sandboxer_protocol::SandboxId;
+use serde::{Deserialize, Serialize};
+
+use crate::{HostResources, RuntimeError};
+
+/// The cgroup that all sandboxes' cgroups are in.
+const PARENT: &str = "sandboxer";
+/// Where this process goes in a delegated v2 subtree: a cgroup that has children with limits may hold no process itself.
+const OWN_LEAF: &str = "sandboxer-server";
+const CPU_PERIOD_US: u64 = 100_000;
+const REMOVE_TRIES: u32 = 100;
+const REMOVE_PAUSE: Duration = Duration::from_millis(5);
+
+/// One thing that a host cgroup can limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Controller {
+    Memory,
+    Cpu,
+    Pids,
+}
+
+impl Controller {
+    pub const ALL: [Self; 3] = [Self::Memory, Self::Cpu, Self::Pids];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Cpu => "cpu",
+            Self::Pids => "pids",
+        }
+    }
+}
+
+impl fmt::Display for Controller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+/// Where sandboxes' cgroups of one controller go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Place {
+    version: Version,
+    parent: PathBuf,
+}
+
+/// Which limits the host's cgroups can enforce for this process, and why not the others.
+#[derive(Debug, Clone)]
+pub struct HostLimits {
+    memory: Result<Place, String>,
+    cpu: Result<Place, String>,
+    pids: Result<Place, String>,
+}
+
+impl HostLimits {
+    /// Finds out, by making the directories that are needed. In a delegated v2 subtree this moves the process into a cgroup below its
+    /// own, so call it once, at start.
+    #[must_use]
+    pub fn probe() -> Self {
+        match fs::read_to_string("/proc/self/mountinfo") {
+            Ok(mounts) => {
+                let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+                Self::probe_in(&mounts, &own)
+            }
+            Err(error) => Self::none(&format!("/proc/self/mountinfo can't be read: {error}")),
+        }
+    }
+
+    /// Nothing can be enforced.
+    #[must_use]
+    pub fn none(why: &str) -> Self {
+        Self { memory: Err(why.to_owned()), cpu: Err(why.to_owned()), pids: Err(why.to_owned()) }
+    }
+
+    fn probe_in(mounts: &str, own: &str) -> Self {
+        let v2 = unified(mounts).map(|mount| v2_parent(&mount, own));
+        let find = |controller: Controller| match v1_mount(mounts, controller.name()) {
+            Some(mount) => v1_parent(&mount).map(|parent| Place { version: Version::V1, parent }),
+            None => match &v2 {
+                None => Err("no cgroup file system is mounted".to_owned()),
+                Some(Err(why)) => Err(why.clone()),
+                Some(Ok(parent)) if lists(&parent.join("cgroup.controllers"), controller.name()) => {
+                    Ok(Place { version: Version::V2, parent: parent.clone() })
+                }
+                Some(Ok(parent)) => Err(format!("the {controller} controller is not delegated to {}", parent.display())),
+            },
+        };
+        Self { memory: find(Controller::Memory), cpu: find(Controller::Cpu), pids: find(Controller::Pids) }
+    }
+
+    fn place(&self, controller: Controller) -> &Result<Place, String> {
+        match controller {
+            Controller::Memory => &self.memory,
+            Controller::Cpu => &self.cpu,
+            Controller::Pids => &self.pids,
+        }
+    }
+
+    /// Where the limit is enforced, or why it can't be.
+    ///
+    /// # Errors
+    /// The reason, for people.
+    pub fn enforces(&self, controller: Controller) -> Result<&Path, &str> {
+        self.place(controller).as_ref().map(|place| place.parent.as_path()).map_err(String::as_str)
+    }
+
+    /// Refuses limits that can't be enforced.
+    pub(crate) fn check(&self, resources: &HostResources) -> Result<(), RuntimeError> {
+        for controller in wanted(resources) {
+            if let Err(why) = self.place(controller) {
+                return Err(RuntimeError::Invalid(format!("a {controller} limit can't be enforced by the host here: {why}")));
+            }
+        }
+        if resources.cpus.is_some_and(|cpus| !(cpus > 0.0 && cpus < 10_000.0)) {
+            return Err(RuntimeError::Invalid("the number of CPUs must be above 0 and below 10,000".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Makes the sandbox's cgroup with its limits.
+    pub(crate) fn create(&self, id: SandboxId, resources: &HostResources) -> io::Result<SandboxCgroup> {
+        let mut cgroup = SandboxCgroup::default();
+        let made = wanted(resources).try_for_each(|controller| {
+            let Ok(place) = self.place(controller) else { return Ok(()) };
+            let dir = place.parent.join(id.to_string());
+            if !cgroup.dirs.contains(&dir) {
+                fs::create_dir_all(&dir)?;
+                cgroup.dirs.push(dir.clone());
+            }
+            limit(&dir, place.version, controller, resources)
+        });
+        if made.is_err() {
+            cgroup.dirs.iter().for_each(|dir| drop(fs::remove_dir(dir)));
+        }
+        made.map(|()| cgroup)
+    }
+
+    /// Where the sandbox's cgroup is if it has one, for a sandbox of which nothing was written down.
+    pub(crate) fn cgroup_of(&self, id: SandboxId) -> SandboxCgroup {
+        let mut dirs: Vec<_> =
+            Controller::ALL.into_iter().filter_map(|c| self.enforces(c).ok()).map(|dir| dir.join(id.to_string())).collect();
+        dirs.dedup();
+        SandboxCgroup { dirs }
+    }
+}
+
+/// The cgroup of one sandbox: a directory in each hierarchy where it is limited.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SandboxCgroup {
+    dirs: Vec<PathBuf>,
+}
+
+impl SandboxCgroup {
+    /// Moves a process in, with all its threads; what it starts from then on is in it too.
+    pub(crate) fn join(&self, pid: u32) -> io::Result<()> {
+        self.dirs.iter().try_for_each(|dir| write(&dir.join("cgroup.procs"), &pid.to_string()))
+    }
+
+    /// Whether the host killed something in it for want of memory.
+    pub(crate) fn ran_out_of_memory(&self) -> bool {
+        self.dirs.iter().any(|dir| ["memory.events", "memory.oom_control"].iter().any(|file| counts_kills(&dir.join(file))))
+    }
+
+    /// Removes it. A process that was just killed may hold it for a moment.
+    pub(crate) async fn remove(&self) -> io::Result<()> {
+        for dir in &self.dirs {
+            let mut tries = 0;
+            loop {
+                match fs::remove_dir(dir) {
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => break,
+                    Err(error) if tries == REMOVE_TRIES => return Err(error),
+                    Err(_) => {
+                        tries += 1;
+                        tokio::time::sleep(REMOVE_PAUSE).await;
+                    }
+                    Ok(()) => break,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn wanted(resources: &HostResources) -> impl Iterator<Item = Controller> {
+    let HostResources { memory_bytes, cpus, pids_ceiling } = *resources;
+    Controller::ALL.into_iter().filter(move |controller| match controller {
+        Controller::Memory => memory_bytes.is_some(),
+        Controller::Cpu => cpus.is_some(),
+        Controller::Pids => pids_ceiling.is_some(),
+    })
+}
+
+fn limit(dir: &Path, version: Version, controller: Controller, resources: &HostResources) -> io::Result<()> {
+    match (controller, version) {
+        (Controller::Memory, _) => {
+            let bytes = resources.memory_bytes.unwrap_or(u64::MAX).to_string();
+            let (file, swap, swap_value) = match version {
+                Version::V1 => ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", bytes.as_str()),
+                Version::V2 => ("memory.max", "memory.swap.max", "0"),
+            };
+            write(&dir.join(file), &bytes)?;
+            // Where swap is not counted there is none, or it can't be limited.
+            write(&dir.join(swap), swap_value).ok();
+            if version == Version::V2 {
+                // A sandbox without one of its processes is no use to anybody.
+                write(&dir.join("memory.oom.group"), "1").ok();
+            }
+            Ok(())
+        }
+        (Controller::Cpu, Version::V1) => {
+            write(&dir.join("cpu.cfs_period_us"), &CPU_PERIOD_US.to_string())?;
+            write(&dir.join("cpu.cfs_quota_us"), &quota_us(resources).to_string())
+        }
+        (Controller::Cpu, Version::V2) => write(&dir.join("cpu.max"), &format!("{} {CPU_PERIOD_US}", quota_us(resources))),
+        (Controller::Pids, _) => write(&dir.join("pids.max"), &resources.pids_ceiling.unwrap_or(u64::MAX).to_string()),
+    }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "checked to be small and positive"
+)]
+fn quota_us(resources: &HostResources) -> u64 {
+    // The kernel takes no less than a millisecond.
+    (resources.cpus.unwrap_or(1.0) * CPU_PERIOD_US as f64).round().max(1000.0) as u64
+}
+
+fn counts_kills(file: &Path) -> bool {
+    let Ok(text) = fs::read_to_string(file) else { return false };
+    text.lines().filter_map(|line| line.strip_prefix("oom_kill ")).any(|count| count.trim() != "0")
+}
+
+/// Without creating the file: in a cgroup that would be an error that says nothing.
+fn write(file: &Path, text: &str) -> io::Result<()> {
+    use io::Write;
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", file.display()));
+    fs::OpenOptions::new().write(true).open(file).and_then(|mut open| open.write_all(text.as_bytes())).map_err(named)
+}
+
+fn lists(file: &Path, word: &str) -> bool {
+    fs::read_to_string(file).is_ok_and(|text| text.split_whitespace().any(|listed| listed == word))
+}
+
+/// The mount points of cgroup v1 with that controller.
+fn v1_mount(mounts: &str, controller: &str) -> Option<PathBuf> {
+    mounts
+        .lines()
+        .filter_map(parse_mount)
+        .find(|mount| mount.kind == "cgroup" && mount.options.split(',').any(|o| o == controller))
+        .map(|m| m.point)
+}
+
+fn unified(mounts: &str) -> Option<PathBuf> {
+    mounts.lines().filter_map(parse_mount).find(|mount| mount.kind == "cgroup2").map(|mount| mount.point)
+}
+
+struct Mount<'a> {
+    point: PathBuf,
+    kind: &'a str,
+    options: &'a str,
+}
+
+fn parse_mount(line: &str) -> Option<Mount<'_>> {
+    let (front, back) = line.split_once(" - ")?;
+    let point = front.split(' ').nth(4)?;
+    let mut back = back.split(' ');
+    let kind = back.next()?;
+    Some(Mount { point: PathBuf::from(point), kind, options: back.nth(1).unwrap_or_default() })
+}
+
+fn v1_parent(mount: &Path) -> Result<PathBuf, String> {
+    let parent = mount.join(PARENT);
+    try_out(&parent).map(|()| parent)
+}
+
+/// In the root of what we see, else in our own cgroup, where that is delegated to us.
+fn v2_parent(mount: &Path, own: &str) -> Result<PathBuf, String> {
+    let at_root = v2_parent_below(mount, None);
+    let own = own.lines().find_map(|line| line.strip_prefix("0::/")).map(|path| mount.join(path));
+    match (at_root, own) {
+        (Ok(parent), _) => Ok(parent),
+        (Err(_), Some(own)) if own != mount => v2_parent_below(&own, Some(&own.join(OWN_LEAF))),
+        (Err(why), _) => Err(why),
+    }
+}
+
+fn v2_parent_below(base: &Path, leaf: Option<&Path>) -> Result<PathBuf, String> {
+    let parent = base.join(PARENT);
+    try_out(&parent)?;
+    if let Some(leaf) = leaf {
+        fs::create_dir_all(leaf).and_then(|()| write(&leaf.join("cgroup.procs"), "0")).map_err(|error| error.to_string())?;
+    }
+    for dir in [base, &parent] {
+        for controller in Controller::ALL {
+            // Each by itself: one that is not there must not keep the others from being switched on. What came of it is read later.
+            write(&dir.join("cgroup.subtree_control"), &format!("+{controller}")).ok();
+        }
+    }
+    Ok(parent)
+}
+
+fn try_out(parent: &Path) -> Result<(), String> {
+    let trial = parent.join(format!("probe-{}", std::process::id()));
+    let tried = fs::create_dir_all(&trial).and_then(|()| fs::remove_dir(&trial));
+    tried.map_err(|error| format!("{} can't be written to ({error}); run as root, or have a cgroup v2 subtree delegated", parent.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const V1: &str = "31 24 0:27 / /sys/fs/cgroup/cpu,cpuacct rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
+                      32 24 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n\
+                      33 24 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
+
+    #[test]
+    fn mounts_are_found_by_controller() {
+        assert_eq!(v1_mount(V1, "cpu"), Some("/sys/fs/cgroup/cpu,cpuacct".into()));
+        assert_eq!(v1_mount(V1, "pids"), None);
+        assert_eq!(unified(V1), Some("/sys/fs/cgroup/unified".into()));
+    }
+
+    /// A directory that looks like a cgroup v2 mount, as far as files can.
+    fn pretend(controllers: &str) -> (tempfile::TempDir, HostLimits) {
+        let dir = tempfile::tempdir().unwrap();
+        let parent = dir.path().join(PARENT);
+        fs::create_dir(&parent).unwrap();
+        fs::write(parent.join("cgroup.controllers"), controllers).unwrap();
+        let mounts = format!("33 24 0:29 / {} rw - cgroup2 cgroup2 rw\n", dir.path().display());
+        let limits = HostLimits::probe_in(&mounts, "0::/\n");
+        (dir, limits)
+    }
+
+    #[test]
+    fn what_is_not_delegated_is_refused_with_its_reason() {
+        let (_dir, limits) = pretend("cpu pids\n");
+        assert!(limits.enforces(Controller::Cpu).is_ok());
+        let resources = HostResources { memory_bytes: Some(1), ..HostResources::default() };
+        let error = limits.check(&resources).unwrap_err();
+        assert!(matches!(&error, RuntimeError::Invalid(why) if why.contains("memory controller is not delegated")), "{error}");
+        assert!(limits.check(&HostResources { cpus: Some(0.0), ..HostResources::default() }).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_kill_for_want_of_memory_is_seen() {
+        let dir = tempfile::tempdir().unwrap();
+        let cgroup = SandboxCgroup { dirs: vec![dir.path().to_owned()] };
+        assert!(!cgroup.ran_out_of_memory());
+        fs::write(dir.path().join("memory.events"), "max 9\noom 1\noom_kill 0\n").unwrap();
+        assert!(!cgroup.ran_out_of_memory());
+        fs::write(dir.path().join("memory.oom_control"), "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n").unwrap();
+        assert!(cgroup.ran_out_of_memory());
+        let gone = SandboxCgroup { dirs: vec![dir.path().join("never")] };
+        gone.remove().await.unwrap();
+    }
+}

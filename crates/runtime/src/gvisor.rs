@@ -1,0 +1,356 @@
+//! Sandboxes by gVisor's runsc.
+//!
+//! What is in a sandbox's directory: the FIFOs (`fifo`), the bundle (`config.json` and an empty `rootfs`), `pid`, `runtime.json`
+//! (`record`), `runsc.log` and `panic.log` (empty unless something failed), `boot.log` (after a failed start only).
+//!
+//! ## Starting
+//! runsc opens its boot log before it does anything else, the boot log is a FIFO, and opening a FIFO waits for its reader. So runsc
+//! is spawned, put into the sandbox's cgroup, and only then let go by opening the reading end: everything that it starts is in the
+//! cgroup from its first instruction. The boot log is read while runsc starts and closed afterwards; the sandbox's kernel then writes
+//! into nothing, so a guest can't fill the host's disk with it.
+
+mod save;
+mod watch;
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use sandboxer_protocol::{SandboxId, agent::AgentConfig};
+use sandboxer_runsc::{CallError, Features, Files, FindError, Global, Restore, Run, Runsc, SandboxSpec, Status};
+use tokio::{sync::watch as channel, time::timeout};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use self::watch::{Started, Watch};
+use crate::{
+    AfterSave, BoxFuture, Ended, HostLimits, Instance, Launch, Runtime, RuntimeError,
+    cgroup::SandboxCgroup,
+    fifo,
+    process::{Process, processes_of},
+    record::{Phase, Record},
+};
+
+/// Calls that only ask or tell.
+const CALL_LIMIT: Duration = Duration::from_secs(10);
+/// How long `runsc run` may take; a loaded machine needs seconds.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// How long a killed process may take to be gone.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
+/// How long a start that is under way may go on when its sandbox is to be removed.
+const START_GRACE: Duration = Duration::from_secs(5);
+
+/// Where the pieces are.
+#[derive(Debug, Clone)]
+pub struct GvisorOptions {
+    /// The runsc binary; see [`sandboxer_runsc::find`].
+    pub runsc: PathBuf,
+    /// Where runsc keeps its state. Private, on a local file system, the same after a restart.
+    pub state_dir: PathBuf,
+    pub limits: HostLimits,
+}
+
+/// Sandboxes by gVisor. It lets go of all of them when dropped; they go on.
+pub struct GvisorRuntime {
+    runsc: Runsc,
+    state_dir: PathBuf,
+    limits: HostLimits,
+    known: Mutex<HashMap<SandboxId, Known>>,
+    tasks: TaskTracker,
+    let_go: CancellationToken,
+}
+
+/// A sandbox that a task of ours watches.
+#[derive(Clone)]
+struct Known {
+    ended: Ended,
+    started: channel::Receiver<Started>,
+    /// Gives up a start that takes too long.
+    give_up: CancellationToken,
+}
+
+impl GvisorRuntime {
+    /// Asks the binary what it can do and prepares the state directory.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Unavailable`] with what to do if the binary won't do, or the directory can't be made.
+    pub async fn open(options: GvisorOptions) -> Result<Self, RuntimeError> {
+        let features = Features::probe(&options.runsc).await.map_err(|error: FindError| RuntimeError::Unavailable(error.to_string()))?;
+        let state_dir = std::path::absolute(&options.state_dir).map_err(unavailable(&options.state_dir))?;
+        fs::create_dir_all(&state_dir).map_err(unavailable(&state_dir))?;
+        let runsc = Runsc::new(options.runsc, Global { root: state_dir.clone(), features });
+        Ok(Self {
+            runsc,
+            state_dir,
+            limits: options.limits,
+            known: Mutex::default(),
+            tasks: TaskTracker::new(),
+            let_go: CancellationToken::new(),
+        })
+    }
+
+    /// What the runsc in use can do.
+    #[must_use]
+    pub fn features(&self) -> &Features {
+        &self.runsc.global().features
+    }
+
+    /// What the host can limit.
+    #[must_use]
+    pub fn limits(&self) -> &HostLimits {
+        &self.limits
+    }
+
+    fn known(&self) -> std::sync::MutexGuard<'_, HashMap<SandboxId, Known>> {
+        // Nothing panics while it is held, and a map is whole after each change.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn launch(&self, launch: &Launch, from: Option<&Path>) -> Result<Instance, RuntimeError> {
+        self.limits.check(&launch.resources)?;
+        let image = std::path::absolute(&launch.image).unwrap_or_else(|_| launch.image.clone());
+        if !image.is_file() {
+            return Err(RuntimeError::Unavailable(format!("the image {} is not there", image.display())));
+        }
+        let dir = launch.dir.as_path();
+        let what = if from.is_some() { "restore the sandbox" } else { "start the sandbox" };
+        let failed = |error: io::Error| RuntimeError::Failed { what, why: format!("{}: {error}", dir.display()) };
+        write_bundle(launch, image).map_err(|why| RuntimeError::Failed { what, why })?;
+        let ends = fifo::create(dir).map_err(failed)?;
+        let cgroup = self.limits.create(launch.id, &launch.resources).map_err(failed)?;
+        let run = Run {
+            id: launch.id.to_string(),
+            bundle: dir.to_owned(),
+            pid_file: pid_file(dir),
+            files: Files { log: dir.join("runsc.log"), boot_log: Some(dir.join(fifo::BOOT)), panic_log: panic_log(dir) },
+        };
+        let spawned = match from {
+            None => self.runsc.spawn_run(&run, ends.guest_stdin, ends.guest_stdout),
+            Some(from) => self.runsc.spawn_restore(&Restore { run, image: from.to_owned() }, ends.guest_stdin, ends.guest_stdout),
+        };
+        let mut child = spawned.map_err(|error| RuntimeError::Failed { what, why: error.to_string() })?;
+        let pid = child.id().unwrap_or_default();
+        let prepared = (|| {
+            let identity = Process::open(i32::try_from(pid).unwrap_or_default())?.identity().clone();
+            Record::new(Phase::Starting, identity, cgroup.clone()).write(dir)?;
+            cgroup.join(pid)?;
+            fifo::open_boot_log(dir)
+        })();
+        let boot_log = match prepared {
+            Ok(boot_log) => boot_log,
+            Err(error) => {
+                // It still waits for its boot log, so there is nothing but this one process.
+                child.kill().await.ok();
+                cgroup.remove().await.ok();
+                return Err(failed(error));
+            }
+        };
+        let ended = self.watch(launch.id, |watch| watch.start(dir.to_owned(), cgroup, child, boot_log));
+        Ok(Instance { from_agent: Box::new(ends.from_agent), to_agent: Box::new(ends.to_agent), ended })
+    }
+
+    /// Gives a sandbox its watching task.
+    fn watch<F>(&self, id: SandboxId, task: impl FnOnce(Watch) -> F) -> Ended
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let (sender, ended) = Ended::channel();
+        let (started_sender, started) = channel::channel(Started::NotYet);
+        let give_up = CancellationToken::new();
+        let watch = Watch { ended: sender, started: started_sender, give_up: give_up.clone() };
+        self.known().insert(id, Known { ended: ended.clone(), started, give_up });
+        let work = task(watch);
+        let let_go = self.let_go.clone();
+        self.tasks.spawn(async move {
+            let_go.run_until_cancelled(work).await;
+        });
+        ended
+    }
+
+    async fn take_up_known_or_find(&self, id: SandboxId, dir: &Path) -> Result<Instance, RuntimeError> {
+        let known = self.known().get(&id).cloned();
+        let ended = match known {
+            Some(known) => known.ended,
+            None => {
+                let (process, cgroup) = self.find(id, dir).await?;
+                save::finish_interrupted(&self.runsc, id, dir).await;
+                self.watch(id, |watch| watch.follow(dir.to_owned(), cgroup, Arc::new(process)))
+            }
+        };
+        if ended.now().is_some() {
+            return Err(RuntimeError::NotFound);
+        }
+        // Without the sandbox's ends there is no sandbox.
+        let (to_agent, from_agent) = fifo::open_server_ends(dir).map_err(|_| RuntimeError::NotFound)?;
+        Ok(Instance { from_agent: Box::new(from_agent), to_agent: Box::new(to_agent), ended })
+    }
+
+    /// The process of a sandbox that an earlier server started.
+    async fn find(&self, id: SandboxId, dir: &Path) -> Result<(Process, SandboxCgroup), RuntimeError> {
+        let record = Record::read(dir);
+        let cgroup = record.as_ref().map_or_else(|| self.limits.cgroup_of(id), |record| record.cgroup.clone());
+        match record {
+            Some(Record { phase: Phase::Running, process, .. }) => {
+                return Process::find(&process).map(|process| (process, cgroup)).ok_or(RuntimeError::NotFound);
+            }
+            Some(Record { phase: Phase::Starting, process, .. }) => {
+                if let Some(starting) = Process::find(&process) {
+                    // It may wait for a reader of its boot log that was never opened.
+                    let _reader = fifo::open_boot_log(dir);
+                    if timeout(START_GRACE, starting.ended()).await.is_err() {
+                        return Err(RuntimeError::NotFound);
+                    }
+                }
+            }
+            None => {}
+        }
+        let state = self.runsc.state(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("find the sandbox", &error))?;
+        if !matches!(state.status, Status::Running | Status::Paused) {
+            return Err(RuntimeError::NotFound);
+        }
+        let process = Process::open(state.pid).map_err(|_| RuntimeError::NotFound)?;
+        Record::new(Phase::Running, process.identity().clone(), cgroup.clone()).write(dir).ok();
+        Ok((process, cgroup))
+    }
+
+    async fn remove_all(&self, id: SandboxId, dir: &Path) -> Result<(), RuntimeError> {
+        let failed = |why: String| RuntimeError::Failed { what: "remove the sandbox", why };
+        let name = id.to_string();
+        let known = self.known().get(&id).cloned();
+        match known {
+            Some(known) => self.end_known(&known, &name, dir).await.map_err(failed)?,
+            None => end_unknown(&name, dir).await.map_err(failed)?,
+        }
+        let deleted = match self.runsc.delete_force(&name, CALL_LIMIT).await {
+            // Once more: the first may have met a process that was not gone yet.
+            Err(_) => self.runsc.delete_force(&name, CALL_LIMIT).await,
+            deleted => deleted,
+        };
+        deleted.map_err(|error| failed(error.to_string()))?;
+        let recorded = Record::read(dir).map(|record| record.cgroup).unwrap_or_default();
+        for cgroup in [recorded, self.limits.cgroup_of(id)] {
+            cgroup.remove().await.map_err(|error| failed(error.to_string()))?;
+        }
+        // What runsc leaves when it was killed at a bad moment.
+        for leftover in [format!("runsc-{name}.sock"), format!("{name}_sandbox:{name}.state"), format!("{name}_sandbox:{name}.lock")] {
+            fs::remove_file(self.state_dir.join(leftover)).ok();
+        }
+        fifo::remove(dir).map_err(|error| failed(error.to_string()))?;
+        Record::remove(dir);
+        self.known().remove(&id);
+        Ok(())
+    }
+
+    async fn end_known(&self, known: &Known, name: &str, dir: &Path) -> Result<(), String> {
+        let mut started = known.started.clone();
+        timeout(START_GRACE, started.wait_for(|started| !matches!(started, Started::NotYet))).await.map(drop).ok();
+        let process = match &*started.borrow() {
+            Started::Running(process) => Some(Arc::clone(process)),
+            Started::NotYet | Started::Failed => None,
+        };
+        match process {
+            Some(process) => process.kill(),
+            None => {
+                known.give_up.cancel();
+                kill_by_name(name, dir).await;
+            }
+        }
+        timeout(KILL_LIMIT, known.ended.wait()).await.map(drop).map_err(|_| "its process does not end".to_owned())
+    }
+}
+
+impl Drop for GvisorRuntime {
+    fn drop(&mut self) {
+        self.let_go.cancel();
+    }
+}
+
+impl Runtime for GvisorRuntime {
+    fn start<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        Box::pin(self.launch(launch, None))
+    }
+
+    fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        Box::pin(self.take_up_known_or_find(id, dir))
+    }
+
+    fn checkpoint<'a>(&'a self, id: SandboxId, dir: &'a Path, into: &'a Path, after: AfterSave) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(async move {
+            match after {
+                AfterSave::GoOn => save::save(&self.runsc, id, into).await,
+                AfterSave::Stop => {
+                    let known = self.known().get(&id).cloned().ok_or(RuntimeError::NotFound)?;
+                    save::save_frozen(&self.runsc, id, dir, into).await?;
+                    self.end_known(&known, &id.to_string(), dir)
+                        .await
+                        .map_err(|why| RuntimeError::Failed { what: "end the saved sandbox", why })
+                }
+            }
+        })
+    }
+
+    fn restore<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        Box::pin(self.launch(launch, Some(from)))
+    }
+
+    fn pause<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(async move { self.runsc.pause(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("freeze the sandbox", &error)) })
+    }
+
+    fn resume<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(async move { self.runsc.resume(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("thaw the sandbox", &error)) })
+    }
+
+    fn remove<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(self.remove_all(id, dir))
+    }
+}
+
+async fn end_unknown(name: &str, dir: &Path) -> Result<(), String> {
+    let Some(process) = Record::read(dir).filter(|record| record.phase == Phase::Running).and_then(|record| Process::find(&record.process))
+    else {
+        kill_by_name(name, dir).await;
+        return Ok(());
+    };
+    process.kill();
+    timeout(KILL_LIMIT, process.ended()).await.map_err(|_| "its process does not end".to_owned())?;
+    process.reap();
+    Ok(())
+}
+
+/// Ends what a start that was cut off may have left: runsc itself, and the sandbox's process.
+async fn kill_by_name(name: &str, dir: &Path) {
+    for process in processes_of(name, dir) {
+        process.kill();
+        if timeout(KILL_LIMIT, process.ended()).await.is_ok() {
+            process.reap();
+        }
+    }
+}
+
+fn write_bundle(launch: &Launch, image: PathBuf) -> Result<(), String> {
+    let config = serde_json::to_string(&launch.config).map_err(|error| error.to_string())?;
+    let spec = SandboxSpec { image, env: vec![format!("{}={config}", AgentConfig::VARIABLE)] };
+    let json = spec.to_json().map_err(|error| error.to_string())?;
+    let written = fs::create_dir_all(launch.dir.join("rootfs")).and_then(|()| fs::write(launch.dir.join("config.json"), json));
+    written.map_err(|error| format!("{}: {error}", launch.dir.display()))
+}
+
+fn refused(what: &'static str, error: &CallError) -> RuntimeError {
+    if error.is_not_found() { RuntimeError::NotFound } else { RuntimeError::Failed { what, why: error.to_string() } }
+}
+
+fn unavailable(path: &Path) -> impl Fn(io::Error) -> RuntimeError {
+    move |error| RuntimeError::Unavailable(format!("{}: {error}", path.display()))
+}
+
+fn pid_file(dir: &Path) -> PathBuf {
+    dir.join("pid")
+}
+
+fn panic_log(dir: &Path) -> PathBuf {
+    dir.join("panic.log")
+}
