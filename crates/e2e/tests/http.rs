@@ -1,0 +1,102 @@
+//! The plain HTTP side: health, metrics, and who is refused before the upgrade.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::time::Duration;
+
+use sandboxer_e2e::{Options, Server, Ws, eventually, http, shared};
+use serde_json::json;
+
+#[test]
+fn a_server_that_is_up_is_alive_and_ready() {
+    assert_eq!(shared().get("/healthz").status, 200);
+    assert_eq!(shared().get("/readyz").status, 200);
+    assert_eq!(shared().get("/nothing/here").status, 404);
+}
+
+#[test]
+fn what_is_no_upgrade_gets_an_error_of_http() {
+    for path in ["/create", "/attach/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11"] {
+        let status = shared().get(path).status;
+        assert!((400..500).contains(&status), "{path}: {status}");
+    }
+    assert_eq!(http::request(shared().address(), "DELETE", "/create", &[]).unwrap().status, 405);
+}
+
+fn upgraded_with(path: &str, extra: &[(&str, &str)]) -> u16 {
+    let headers: Vec<(&str, &str)> = http::UPGRADE.iter().chain(extra).copied().collect();
+    http::request(shared().address(), "GET", path, &headers).unwrap().status
+}
+
+#[test]
+fn a_foreign_host_is_refused_with_403_before_the_upgrade() {
+    let port = shared().address().port();
+    for path in ["/create", "/attach/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11", "/metrics", "/v1/sandboxes"] {
+        for host in ["evil.example", &format!("evil.example:{port}"), "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1"] {
+            assert_eq!(upgraded_with(path, &[("Host", host)]), 403, "{path} as {host}");
+        }
+    }
+    for host in [format!("localhost:{port}"), format!("127.0.0.1:{port}"), format!("[::1]:{port}"), "LOCALHOST".to_owned()] {
+        assert_eq!(upgraded_with("/attach/x", &[("Host", &host)]), 101, "{host}");
+    }
+}
+
+#[test]
+fn a_foreign_origin_is_refused_with_403_before_the_upgrade() {
+    let port = shared().address().port();
+    for path in ["/create", "/attach/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11"] {
+        for origin in ["https://evil.example", "null", "http://127.0.0.1:1", "file://", "http://127.0.0.1.evil.example"] {
+            assert_eq!(upgraded_with(path, &[("Origin", origin)]), 403, "{path} from {origin}");
+        }
+    }
+    assert_eq!(upgraded_with("/attach/x", &[("Origin", &format!("http://127.0.0.1:{port}"))]), 101);
+    assert_eq!(upgraded_with("/attach/x", &[]), 101);
+}
+
+/// The value of the one sample whose line begins like this.
+fn sample(server: &Server, name: &str) -> f64 {
+    let text = server.get("/metrics").body;
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#') && line.starts_with(name)).collect();
+    assert!(!lines.is_empty(), "no {name} in\n{text}");
+    lines.iter().map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
+}
+
+#[tokio::test]
+async fn metrics_count_and_time_creates_and_executions_and_tell_the_live_sandboxes() {
+    let server = Options::default().start();
+    let answer = server.get("/metrics");
+    assert_eq!(answer.status, 200);
+    assert!(answer.header("content-type").unwrap().contains("text"), "{:?}", answer.headers);
+    assert_eq!(sample(&server, "sandboxer_sandboxes_live"), 0.0);
+
+    let mut one = Ws::create(&server).await;
+    let two = Ws::create(&server).await;
+    one.bash("true").await;
+    one.python("pass").await;
+    assert_eq!(one.bash("exit 1").await.exit_code(), Some(1));
+    assert_eq!(sample(&server, "sandboxer_sandboxes_live"), 2.0);
+    assert_eq!(sample(&server, "sandboxer_create_seconds_count"), 2.0);
+    assert!(sample(&server, "sandboxer_create_seconds_bucket") > 0.0);
+    assert_eq!(sample(&server, "sandboxer_execute_seconds_count"), 3.0);
+    assert!(sample(&server, "sandboxer_execute_seconds_bucket") > 0.0);
+
+    one.send(json!({"action": "kill_sandbox"})).await;
+    one.expect_status("SANDBOX_KILLING").await;
+    one.expect_status("SANDBOX_KILLED").await;
+    eventually("one sandbox less", Duration::from_secs(10), || sample(&server, "sandboxer_sandboxes_live") == 1.0).await;
+    drop(two);
+}
+
+#[tokio::test]
+async fn the_log_names_the_sandbox_and_never_its_token_or_its_code() {
+    let server = Options::default().start();
+    let mut ws = Ws::create(&server).await;
+    ws.bash("echo marker-in-the-code").await;
+    ws.send(json!({"action": "kill_sandbox"})).await;
+    ws.expect_status("SANDBOX_KILLING").await;
+    ws.expect_status("SANDBOX_KILLED").await;
+    ws.expect_close(1000).await;
+    let log = server.log();
+    assert!(log.contains(&ws.sandbox_id), "{log}");
+    assert!(!log.contains(&ws.sandbox_token) && !log.contains("marker-in-the-code"), "{log}");
+}

@@ -1,0 +1,98 @@
+//! Two images side by side, and the command line's own way to run something.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use sandboxer_e2e::{Ws, command, shared, stderr_of, stdout_of};
+use serde_json::{Value, json};
+
+/// Bash, what it needs, and a file that tells the image: as `docker save` writes it.
+fn archive(dir: &Path) -> PathBuf {
+    let mut layer = tar::Builder::new(Vec::new());
+    let mut add = |path: &str, bytes: &[u8], mode: u32| {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(bytes.len() as u64);
+        header.set_mode(mode);
+        layer.append_data(&mut header, path.trim_start_matches('/'), bytes).unwrap();
+    };
+    add("/bin/bash", &std::fs::read("/bin/bash").unwrap(), 0o755);
+    add("/etc/which-image", b"the small one\n", 0o644);
+    let linked = Command::new("ldd").arg("/bin/bash").output().unwrap();
+    let libraries = stdout_of(&linked);
+    for library in libraries.split_whitespace().filter(|word| word.starts_with('/')) {
+        add(library, &std::fs::read(library).unwrap(), 0o755);
+    }
+    let layer = layer.into_inner().unwrap();
+    let config = json!({"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{}", sandboxer_e2e::sha256(&layer))]}}).to_string();
+    let manifest = json!([{"Config": "config.json", "RepoTags": ["small:latest"], "Layers": ["layer.tar"]}]).to_string();
+    let path = dir.join("small.tar");
+    let mut image = tar::Builder::new(std::fs::File::create(&path).unwrap());
+    for (name, bytes) in [("config.json", config.as_bytes()), ("layer.tar", &layer), ("manifest.json", manifest.as_bytes())] {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(bytes.len() as u64);
+        header.set_mode(0o644);
+        image.append_data(&mut header, name, bytes).unwrap();
+    }
+    image.into_inner().unwrap().flush().unwrap();
+    path
+}
+
+/// An image of its own name, gone when the test is.
+struct Imported(String);
+
+impl Imported {
+    fn new() -> Self {
+        let name = format!("e2e-{}", std::process::id());
+        let dir = tempfile::tempdir().unwrap();
+        let output = command().args(["image", "import", "--name", &name]).arg(archive(dir.path())).output().unwrap();
+        assert!(output.status.success(), "{}", stderr_of(&output));
+        Self(name)
+    }
+}
+
+impl Drop for Imported {
+    fn drop(&mut self) {
+        let _ = command().args(["image", "rm", &self.0]).output();
+    }
+}
+
+#[tokio::test]
+async fn two_images_side_by_side_work() {
+    let server = shared();
+    // Imported while the server runs.
+    let image = Imported::new();
+    let listed: Value = serde_json::from_str(&stdout_of(&command().args(["image", "ls", "--json"]).output().unwrap())).unwrap();
+    let digest = listed["items"].as_array().unwrap().iter().find(|item| item["name"] == image.0.as_str()).unwrap()["digest"].clone();
+
+    let mut base = Ws::create(server).await;
+    let mut small = Ws::create_with(server, json!({"image": image.0})).await;
+    let mut by_digest = Ws::create_with(server, json!({"image": digest})).await;
+    let code = "if [ -e /etc/which-image ]; then echo $(</etc/which-image); else echo base; fi; echo mine >/file; pwd";
+    assert_eq!(base.bash(code).await.ok(), "base\n/root\n");
+    assert_eq!(small.bash(code).await.ok(), "the small one\n/root\n");
+    assert_eq!(by_digest.bash(code).await.ok(), "the small one\n/root\n");
+    // It has no Python, and says so.
+    small.send(json!({"language": "python", "code": "print(1)"})).await;
+    small.expect_status("SANDBOX_EXECUTION_ERROR").await;
+    small.expect_error("start_failed").await;
+    assert_eq!(small.bash("echo $(</file)").await.ok(), "mine\n");
+}
+
+#[tokio::test]
+async fn run_prints_what_the_program_prints_and_ends_as_it_ends() {
+    let url = format!("http://{}", shared().address());
+    let run = |arguments: Vec<&'static str>| {
+        let mut command = command();
+        command.arg("run").args(["--server", &url]).args(arguments);
+        tokio::task::spawn_blocking(move || command.output().unwrap())
+    };
+    let output = run(vec!["--language", "python", "print(\"hello\")"]).await.unwrap();
+    assert_eq!((stdout_of(&output).as_str(), output.status.code()), ("hello\n", Some(0)), "{}", stderr_of(&output));
+    let output = run(vec!["--language", "bash", "echo error >&2; exit 7"]).await.unwrap();
+    assert_eq!((stderr_of(&output).as_str(), output.status.code()), ("error\n", Some(7)));
+}
