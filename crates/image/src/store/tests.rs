@@ -1,3 +1,4 @@
+use std::io;
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -325,4 +326,46 @@ fn a_second_builder_waits_and_says_so() {
         waiting.join().unwrap().unwrap();
     });
     assert!(told.lock().unwrap().contains("waiting"));
+}
+
+/// Runs itself again without root where it has it: what an ordinary user can't read or write would not show otherwise.
+#[test]
+fn an_ordinary_user_makes_the_same_image_as_root() {
+    const EXPECTED: &str = "SANDBOXER_TEST_EXPECTED_DIGEST";
+    let (directory, store) = store();
+    let layout = directory.path().join("layout");
+    let mut layer = Builder::new(Vec::new());
+    for (kind, path, mode) in [
+        (EntryType::Directory, "locked/", 0o555),
+        (EntryType::Directory, "locked/deeper/", 0o000),
+        (EntryType::Regular, "locked/deeper/secret", 0o000),
+        (EntryType::Regular, "locked/su", 0o4711),
+    ] {
+        let mut header = Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(mode);
+        header.set_uid(12);
+        header.set_size(0);
+        layer.append_data(&mut header, path, io::empty()).unwrap();
+    }
+    let later = tar(&[(EntryType::Regular, "locked/deeper/.wh.secret", ""), (EntryType::Regular, "locked/new", "n")]);
+    oci_layout(&layout, &[layer.into_inner().unwrap(), later]);
+    let digest = store.import(&layout, &name("locked"), Limits::default(), &Silent).unwrap().0.digest;
+
+    if let Ok(expected) = std::env::var(EXPECTED) {
+        assert_eq!(digest.as_hex(), expected);
+    } else if nix::unistd::Uid::effective().is_root() {
+        // Where others may read it and write beside it, wherever the build directory is.
+        let open = directory.path().join("open");
+        fs::create_dir(&open).unwrap();
+        fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).unwrap();
+        fs::set_permissions(&open, Permissions::from_mode(0o1777)).unwrap();
+        let program = open.join("test");
+        fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+        let mut again = Command::new("setpriv");
+        again.args(["--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all", "--"]);
+        again.arg(&program).args(["--exact", "store::tests::an_ordinary_user_makes_the_same_image_as_root", "--nocapture"]);
+        let output = again.env(EXPECTED, digest.as_hex()).env("TMPDIR", &open).output().unwrap();
+        assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    }
 }
