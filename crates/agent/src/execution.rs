@@ -142,19 +142,22 @@ impl Execution {
         if output.window.space() == 0 {
             return false;
         }
-        match read_into(source, &mut output.window, output.read_bytes) {
+        let asked = output.read_bytes.min(output.window.space());
+        match read_into(source, &mut output.window, asked) {
             Ok(0) => {
                 output.source = None;
                 false
             }
             Ok(count) => {
                 self.busy = true;
+                // Less than there was room for: it is empty, and the next byte makes an edge. A terminal gives a line at a time.
+                output.readable = self.tty || count == asked;
                 if count == output.read_bytes {
                     output.read_bytes = (output.read_bytes * 4).min(MAX_READ_BYTES);
                 } else if count < output.read_bytes / 16 {
                     output.read_bytes = (output.read_bytes / 4).max(FIRST_READ_BYTES);
                 }
-                true
+                output.readable
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => true,
             Err(_) => {

@@ -16,15 +16,18 @@ const KILL_AT_PERCENT: u64 = 95;
 const BYTES_PER_MILLISECOND: u64 = 4 * 1024 * 1024;
 const OFTEN: Duration = Duration::from_millis(5);
 const SELDOM: Duration = Duration::from_millis(100);
-/// A killed process gets this long to give its memory back before the next one is killed.
+/// A killed process gets this long to give its memory back before the next one is killed: gVisor frees it a while after the process is gone.
 const GRACE: Duration = Duration::from_millis(500);
+/// Unless use grows by this part of the limit meanwhile: then it was not the only one.
+const GROWTH_PART: u64 = 32;
 
 pub(crate) struct MemoryWatch {
     limit: u64,
     meminfo: File,
     text: String,
     next: Option<Instant>,
-    dying: Option<(i32, Instant)>,
+    /// When the last one was killed, and what was in use then.
+    killed: Option<(Instant, u64)>,
 }
 
 /// A process that was killed.
@@ -37,7 +40,7 @@ pub(crate) struct Victim {
 
 impl MemoryWatch {
     pub(crate) fn new(limit: u64) -> Option<Self> {
-        Some(Self { limit, meminfo: File::open("/proc/meminfo").ok()?, text: String::new(), next: None, dying: None })
+        Some(Self { limit, meminfo: File::open("/proc/meminfo").ok()?, text: String::new(), next: None, killed: None })
     }
 
     /// User processes may exist from now on.
@@ -62,15 +65,15 @@ impl MemoryWatch {
         let threshold = self.limit / 100 * KILL_AT_PERCENT;
         let room = threshold.saturating_sub(used);
         if room > 0 {
-            self.dying = None;
+            self.killed = None;
             let wait = Duration::from_millis(room / BYTES_PER_MILLISECOND).clamp(OFTEN, SELDOM);
             self.next = if wait == SELDOM && user_processes(init).next().is_none() { None } else { Some(now + wait) };
             return None;
         }
         self.next = Some(now + OFTEN);
-        if let Some((pid, since)) = self.dying
+        if let Some((since, used_then)) = self.killed
             && now < since + GRACE
-            && sys::kill(pid, 0).is_ok()
+            && used < used_then + self.limit / GROWTH_PART
         {
             return None;
         }
@@ -82,7 +85,7 @@ impl MemoryWatch {
         };
         let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim_end().to_owned();
         sys::kill(pid, libc::SIGKILL).ok()?;
-        self.dying = Some((pid, now));
+        self.killed = Some((now, used));
         Some(Victim { pid, command, resident_bytes })
     }
 

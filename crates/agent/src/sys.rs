@@ -30,6 +30,12 @@ pub(crate) fn set_not_dumpable() -> io::Result<()> {
     check(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }).map(drop)
 }
 
+/// The name under which this process is listed.
+pub(crate) fn set_name(name: &std::ffi::CStr) {
+    // SAFETY: PR_SET_NAME reads a string that ends in a zero byte. It can't fail with one.
+    unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr(), 0, 0, 0) };
+}
+
 /// How many bytes wait in a pipe or terminal.
 pub(crate) fn bytes_waiting(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut count: libc::c_int = 0;

@@ -6,6 +6,7 @@
 
 mod program;
 mod root;
+mod seccomp;
 mod tree;
 
 use std::{
@@ -47,16 +48,15 @@ pub(crate) fn run() -> io::Result<()> {
     nix::fcntl::fcntl(socket, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC))?;
     // Before anything else runs in here.
     sys::set_not_dumpable()?;
+    // A guest may send its init anything. Blocked, not ignored: what is ignored stays so in every program that is started.
+    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None)?;
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGCHLD);
-    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signals), None)?;
     let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
-    // What else a guest may send is ignored; a terminal's signals are none of init's business either.
-    for signal in [Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2] {
-        // SAFETY: ignoring a signal installs no handler.
-        unsafe { nix::sys::signal::signal(signal, nix::sys::signal::SigHandler::SigIgn) }?;
-    }
+    sys::set_name(c"init");
     root::enter()?;
+    // While it is still allowed to.
+    seccomp::forbid_user_namespaces()?;
     sys::drop_capabilities()?;
     // Dropping capabilities may have changed it.
     sys::set_not_dumpable()?;

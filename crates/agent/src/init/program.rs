@@ -5,12 +5,12 @@
 use std::{
     ffi::CString,
     fs::{self, File, OpenOptions},
-    io::{self, Read},
+    io::{self, Read, Seek},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
         unix::fs::OpenOptionsExt,
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use sandboxer_protocol::{
@@ -132,13 +132,15 @@ fn environment(program: &Program) -> Result<(&'static str, Vec<CString>), String
 }
 
 fn write_code(number: ExecutionNumber, language: Language, code: &mut File) -> Result<String, String> {
-    let directory = base().join(number.to_string());
     let name = match language {
         Language::Python => "main.py",
         Language::Bash => "main.sh",
     };
+    let directory = base().join(number.to_string());
     let path = directory.join(name);
-    let written = (|| -> io::Result<()> {
+    let start = code.stream_position().map_err(|error| format!("cannot read the code: {error}"))?;
+    let mut attempt = || -> io::Result<()> {
+        code.seek(io::SeekFrom::Start(start))?;
         if let Err(error) = fs::create_dir(&directory) {
             if error.kind() != io::ErrorKind::NotFound {
                 return Err(error);
@@ -150,25 +152,35 @@ fn write_code(number: ExecutionNumber, language: Language, code: &mut File) -> R
         let mut file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).mode(0o644).open(&path)?;
         io::copy(code, &mut file)?;
         Ok(())
-    })();
-    written.map_err(|error| format!("cannot write the code to {}: {error}", path.display()))?;
+    };
+    attempt()
+        .or_else(|_| {
+            // The guest has filled or spoilt the place. Nothing in it is the guest's to keep, and without it it could not even clean up.
+            empty(Path::new(RUN));
+            attempt()
+        })
+        .map_err(|error| format!("cannot write the code to {}: {error}", path.display()))?;
     Ok(path.to_string_lossy().into_owned())
 }
 
-/// Removes the code of earlier executions. The file system it is on is small, so this is bounded; failing does no harm.
+/// Removes the code of earlier executions.
 pub(super) fn remove_all_but(number: ExecutionNumber) {
-    let Ok(entries) = fs::read_dir(base()) else { return };
     let kept = number.to_string();
-    for entry in entries.flatten() {
-        if entry.file_name().to_str() == Some(&kept) {
-            continue;
-        }
-        // Neither follows symbolic links.
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            let _ = fs::remove_dir_all(entry.path());
-        } else {
-            let _ = fs::remove_file(entry.path());
-        }
+    let Ok(entries) = fs::read_dir(base()) else { return };
+    entries.flatten().filter(|entry| entry.file_name().to_str() != Some(&kept)).for_each(|entry| remove(&entry));
+}
+
+fn empty(directory: &Path) {
+    let Ok(entries) = fs::read_dir(directory) else { return };
+    entries.flatten().for_each(|entry| remove(&entry));
+}
+
+/// Follows no symbolic link. The file system it is on is small, so this is bounded; failing does no harm.
+fn remove(entry: &fs::DirEntry) {
+    if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+        let _ = fs::remove_dir_all(entry.path());
+    } else {
+        let _ = fs::remove_file(entry.path());
     }
 }
 

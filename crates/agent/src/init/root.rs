@@ -84,7 +84,7 @@ fn devices() -> io::Result<()> {
         symlink(target, dev.join(name))?;
     }
     fs::create_dir(dev.join("pts"))?;
-    sys::mount("devpts", "/dev/pts", MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    sys::mount("devpts", "/dev/pts", MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, "newinstance,ptmxmode=0666")
         .or_else(|_| sys::mount("devpts", "/dev/pts", MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, ""))?;
     fs::create_dir(dev.join("shm"))?;
     sys::mount("tmpfs", "/dev/shm", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, "mode=1777,size=64m")
