@@ -18,7 +18,10 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
 
 mod cgroup;
+#[cfg(feature = "testing")]
+pub mod conformance;
 mod ended;
+mod fake;
 mod fifo;
 mod gvisor;
 pub mod link;
@@ -29,6 +32,7 @@ pub mod userns;
 
 pub use cgroup::{Controller, HostLimits};
 pub use ended::{End, Ended, EndedSender};
+pub use fake::{FakeRuntime, Fault};
 pub use gvisor::{GvisorOptions, GvisorRuntime};
 pub use process::become_subreaper;
 pub use runtime::{AfterSave, BoxFuture, HostResources, Instance, Launch, Runtime, RuntimeError};
