@@ -1,0 +1,235 @@
+//! A sandbox, as its client holds it.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use sandboxer_protocol::{ExecutionId, SandboxId, client::OffsetsRequest};
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinHandle,
+};
+
+use crate::{
+    Address, Connection, Error, Execution, Options, Run,
+    connect::Connector,
+    driver::{Command, Control, Driver, Shared},
+    session::{Identity, Session},
+};
+
+/// Requests on their way to the driver.
+const MAX_WAITING_COMMANDS: usize = 16;
+
+/// A sandbox whose client this is.
+///
+/// A task in the background holds the connection and makes it anew when it breaks. It ends when the sandbox ends, when the server is
+/// out of reach for too long, or when this and every [`Run`] of it is dropped or closed. Dropping leaves the sandbox as it is: it goes
+/// on until its idle time is over.
+#[derive(Debug)]
+pub struct Sandbox {
+    inner: Arc<Inner>,
+    id: SandboxId,
+    token: Option<String>,
+}
+
+/// What every handle of one sandbox shares.
+#[derive(Debug)]
+pub(crate) struct Inner {
+    commands: mpsc::Sender<Command>,
+    shared: Arc<Shared>,
+    /// Ends by itself when `commands` is dropped.
+    _task: JoinHandle<()>,
+}
+
+impl Inner {
+    fn over(&self) -> Error {
+        self.shared.over.get().cloned().unwrap_or(Error::Closed)
+    }
+
+    pub(crate) async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Result<T, Error> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(command(reply)).await.map_err(|_| self.over())?;
+        answer.await.map_err(|_| self.over())
+    }
+
+    pub(crate) async fn control(&self, id: &ExecutionId, control: Control) -> Result<bool, Error> {
+        self.ask(|reply| Command::Control { id: id.clone(), control, reply }).await
+    }
+}
+
+impl Sandbox {
+    /// Makes a sandbox.
+    ///
+    /// If the connection breaks before the server has named the sandbox, another one is made; the first is deleted by the server when
+    /// its idle time is over.
+    ///
+    /// ```no_run
+    /// # async fn example() -> Result<(), sandboxer_client::Error> {
+    /// use sandboxer_client::{Options, Sandbox};
+    ///
+    /// let sandbox = Sandbox::create("http://127.0.0.1:8080", Options::default()).await?;
+    /// let output = sandbox.python("print('hello')").await?.output().await?;
+    /// assert_eq!(output.stdout, b"hello\n");
+    /// sandbox.kill_sandbox().await
+    /// # }
+    /// ```
+    ///
+    /// Not cancel-safe: when it is dropped halfway, a sandbox may have been made, which goes when its idle time is over.
+    ///
+    /// # Errors
+    /// Any but [`Error::Rewound`] and [`Error::InputClosed`].
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub async fn create(address: &str, options: Options) -> Result<Self, Error> {
+        let Options { config, connection } = options;
+        Self::open(address, connection, Session::create(config)).await
+    }
+
+    /// Becomes the client of a sandbox that exists, wherever it is; it is restored if need be. What runs in it can then be had by
+    /// [`resume`](Self::resume).
+    ///
+    /// ```no_run
+    /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let (id, token) = ("0f5ae5a5-3a4c-4b2c-8c6e-1d2f3a4b5c6d", "secret");
+    /// use sandboxer_client::Sandbox;
+    ///
+    /// let sandbox = Sandbox::attach("http://127.0.0.1:8080", id.parse()?, Some(token)).await?;
+    /// if let Some(mut run) = sandbox.resume().await? {
+    ///     println!("it was still running, and ended with {:?}", run.wait().await?);
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// Cancel-safe: dropped halfway, it only leaves again.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`], [`Error::InUse`], [`Error::Denied`], [`Error::Unavailable`], [`Error::Invalid`], and [`Error::Refused`] if
+    /// it could not be restored.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub async fn attach(address: &str, id: SandboxId, token: Option<&str>) -> Result<Self, Error> {
+        Self::attach_with(address, id, token, Connection::default(), ResumeFrom::default()).await
+    }
+
+    /// As [`attach`](Self::attach), with a choice of how to connect and of where the output shall go on.
+    ///
+    /// # Errors
+    /// As [`attach`](Self::attach).
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub async fn attach_with(
+        address: &str,
+        id: SandboxId,
+        token: Option<&str>,
+        connection: Connection,
+        from: ResumeFrom,
+    ) -> Result<Self, Error> {
+        let identity = Identity { id, token: token.map(str::to_owned) };
+        Self::open(address, connection, Session::attach(identity, from.0)).await
+    }
+
+    async fn open(address: &str, connection: Connection, session: Session) -> Result<Self, Error> {
+        let connector = Connector::new(address.parse::<Address>()?, &connection)?;
+        let (sender, receiver) = mpsc::channel(MAX_WAITING_COMMANDS);
+        let (opened, answer) = oneshot::channel();
+        let shared = Arc::new(Shared::default());
+        let driver = Driver::new(session, connection, connector, receiver, shared.clone(), opened);
+        let inner = Arc::new(Inner { commands: sender, shared, _task: tokio::spawn(driver.drive()) });
+        let Identity { id, token } = answer.await.map_err(|_| inner.over())??;
+        Ok(Self { inner, id, token })
+    }
+
+    /// Its identity, by which it can be attached to.
+    #[must_use]
+    pub fn id(&self) -> SandboxId {
+        self.id
+    }
+
+    /// The secret that an attach may have to show.
+    #[must_use]
+    pub fn token(&self) -> Option<&str> {
+        self.token.as_deref()
+    }
+
+    /// How often it was set back to an earlier state, as far as this client knows.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.inner.shared.generation.load(Ordering::Relaxed)
+    }
+
+    /// Runs a Python program; returns when it has been started.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub async fn python(&self, code: impl Into<String>) -> Result<Run, Error> {
+        self.run(Execution::python(code)).await
+    }
+
+    /// Runs a bash script; returns when it has been started.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub async fn bash(&self, code: impl Into<String>) -> Result<Run, Error> {
+        self.run(Execution::bash(code)).await
+    }
+
+    /// Runs a program; returns when it has been started. It runs once, however often the connection breaks.
+    ///
+    /// Not cancel-safe: dropped halfway, the program may run, with its output dropped.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if another one runs (`execution_in_progress`) or it could not be started, [`Error::Invalid`],
+    /// [`Error::Rewound`] once after the sandbox was set back while nothing ran, and whatever ended the connection.
+    pub async fn run(&self, execution: Execution) -> Result<Run, Error> {
+        let (id, message) = execution.into_message()?;
+        let user = self.inner.ask(|reply| Command::Run { id, message, reply }).await??;
+        Ok(Run::new(user, self.inner.clone()))
+    }
+
+    /// The execution that was there when this client attached, or after the sandbox was set back: running still, or ended with
+    /// output that nobody had acknowledged. None if there is none, or it was taken before.
+    ///
+    /// Cancel-safe.
+    ///
+    /// # Errors
+    /// Whatever ended the connection.
+    pub async fn resume(&self) -> Result<Option<Run>, Error> {
+        let user = self.inner.ask(|reply| Command::Resume { reply }).await?;
+        Ok(user.map(|user| Run::new(user, self.inner.clone())))
+    }
+
+    /// Leaves the sandbox. It goes on, with whatever runs in it, and can be attached to. Output that came and was not consumed is
+    /// dropped.
+    ///
+    /// Cancel-safe: it leaves in any case.
+    pub async fn close(self) {
+        // It is closed if nobody answers.
+        let _ = self.inner.ask(|reply| Command::Close { reply }).await;
+    }
+
+    /// Ends the sandbox with everything in it, and deletes its checkpoints.
+    ///
+    /// Not cancel-safe: dropped halfway, it may or may not be killed.
+    ///
+    /// # Errors
+    /// Whatever ended the connection, if not this.
+    pub async fn kill_sandbox(self) -> Result<(), Error> {
+        match self.inner.ask(|reply| Command::KillSandbox { reply }).await {
+            Err(Error::SandboxEnded { .. } | Error::NotFound { .. }) => Ok(()),
+            result => result,
+        }
+    }
+}
+
+/// Where the output of the execution that is found by an attach shall go on. By default: behind what some client has acknowledged.
+#[derive(Debug, Clone, Default)]
+pub struct ResumeFrom(OffsetsRequest);
+
+impl ResumeFrom {
+    /// Goes on where a [`Run`] of an earlier client had got to, as told by [`Run::offsets`].
+    #[must_use]
+    pub fn offsets(id: ExecutionId, stdout: u64, stderr: u64) -> Self {
+        Self(OffsetsRequest { execution_id: Some(id), stdout_offset: Some(stdout), stderr_offset: Some(stderr) })
+    }
+}
