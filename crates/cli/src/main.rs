@@ -5,6 +5,7 @@
 
 mod doctor;
 mod image;
+mod serve;
 
 use std::process::ExitCode;
 
@@ -23,6 +24,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Serve sandboxes over WebSockets
+    Serve(Box<serve::Args>),
     /// Make, list and remove the images that sandboxes start from
     Image(image::Args),
     /// Say in plain words what works on this machine and what does not
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         }
     };
     let result = match cli.command {
+        Command::Serve(args) => serve::run(&args),
         Command::Image(args) => image::run(args),
         Command::Doctor(args) => doctor::run(&args),
     };

@@ -1,1 +1,23 @@
-//! Placeholder.
+//! The server: sandboxes and those who speak to them.
+//!
+//! [`Server::start`] takes up what an earlier process left, binds its address and serves until it is told to stop. One task drives each
+//! sandbox ([`sandbox`]), one each connection ([`http`]); [`manager`] knows all sandboxes. What runs a sandbox is behind
+//! [`sandboxer_runtime::Runtime`].
+
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a failed unwrap is a failed test"))]
+
+mod http;
+mod images;
+mod limits;
+mod manager;
+mod metrics;
+mod obituaries;
+mod sandbox;
+mod server;
+mod settings;
+
+pub use http::{Access, ApiKey, InvalidKeys};
+pub use images::{BaseImage, Images};
+pub use limits::Limits;
+pub use server::{Server, StopHow};
+pub use settings::Settings;

@@ -69,6 +69,8 @@ codes! {
     RuntimeFailed = "runtime_failed",
     OutOfMemory = "out_of_memory",
     SandboxKilled = "sandbox_killed",
+    /// Every process of the sandbox was killed from inside; its files are kept.
+    ProcessesLost = "processes_lost",
     LifetimeOver = "lifetime_over",
     PermissionDenied = "permission_denied",
     ServerStopping = "server_stopping",

@@ -1,0 +1,110 @@
+//! `sandboxer serve`: from the command line to a running server.
+
+mod settings;
+
+use std::{
+    fs::{self, File},
+    io,
+    path::Path,
+    process::ExitCode,
+    sync::Arc,
+};
+
+use anyhow::Context as _;
+use nix::fcntl::{Flock, FlockArg};
+use sandboxer_image::ImageStore;
+use sandboxer_runtime::{GvisorOptions, GvisorRuntime, HostLimits, become_subreaper, userns};
+use sandboxer_server::{Images, Server, StopHow};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::{info, warn};
+
+use self::settings::Checked;
+pub(crate) use self::settings::{Args, LogFormat};
+use crate::EXIT_USAGE;
+
+/// Threads beside the async ones, for files.
+const BLOCKING_THREADS: usize = 16;
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let checked = match args.check() {
+        Ok(checked) => checked,
+        Err(faults) => {
+            for fault in faults {
+                eprintln!("sandboxer: {fault}");
+            }
+            return Ok(ExitCode::from(EXIT_USAGE));
+        }
+    };
+    log(args);
+    // Before any thread exists: only then can a process enter a user namespace.
+    let privilege = userns::enter_if_needed()?;
+    become_subreaper().context("become the reaper of sandbox processes")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().max_blocking_threads(BLOCKING_THREADS).build()?;
+    info!(?privilege, version = env!("CARGO_PKG_VERSION"), "starting");
+    runtime.block_on(serve(checked))?;
+    // Blocking work that is still under way, such as an image build, does not hold up the end.
+    runtime.shutdown_background();
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn serve(checked: Checked) -> anyhow::Result<()> {
+    let Checked { settings, image_dir, runsc } = checked;
+    let _lock = lock(&settings.data_dir)?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut restart = signal(SignalKind::user_defined2())?;
+
+    let host = HostLimits::probe();
+    let state_dir = settings.data_dir.join("runsc");
+    let options = GvisorOptions { runsc, state_dir, limits: host.clone() };
+    let gvisor = GvisorRuntime::open(options).await?;
+    let images = Images::in_store(ImageStore::open(image_dir)?);
+
+    let server = Server::start(settings, Arc::new(gvisor), images.clone(), host).await?;
+    tokio::task::spawn_blocking(move || images.prepare());
+    println!("sandboxer listening on http://{}", server.address()?);
+
+    let stop = async {
+        tokio::select! {
+            _ = terminate.recv() => StopHow::Drain,
+            _ = interrupt.recv() => StopHow::Drain,
+            _ = restart.recv() => StopHow::Restart,
+        }
+    };
+    server.serve(stop).await;
+    info!("stopped");
+    Ok(())
+}
+
+/// One instance at a time holds a data directory.
+fn lock(data_dir: &Path) -> anyhow::Result<Flock<File>> {
+    let path = data_dir.join("lock");
+    let file = File::options().create(true).truncate(false).write(true).open(&path).with_context(|| format!("open {}", path.display()))?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => {
+            // For people who look; nobody reads it.
+            if let Err(error) = fs::write(&path, format!("{}\n", std::process::id())) {
+                warn!(%error, "the process id could not be written to the lock file");
+            }
+            Ok(lock)
+        }
+        Err((_, errno)) if io::Error::from(errno).kind() == io::ErrorKind::WouldBlock => {
+            let holder = fs::read_to_string(&path).unwrap_or_default();
+            let dir = data_dir.display();
+            anyhow::bail!(
+                "another instance (process {}) holds the data directory {dir}: stop it, or give this one another --data-dir",
+                holder.trim()
+            )
+        }
+        Err((_, errno)) => Err(errno).with_context(|| format!("lock {}", path.display())),
+    }
+}
+
+fn log(args: &Args) {
+    let filter = tracing_subscriber::EnvFilter::try_new(&args.log).unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    match args.log_format {
+        LogFormat::Text => subscriber.with_target(false).init(),
+        LogFormat::Json => subscriber.json().init(),
+    }
+}

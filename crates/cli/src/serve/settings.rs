@@ -1,0 +1,224 @@
+//! Every setting of the server: as an option, as an environment variable, checked all together.
+
+use std::{
+    env, fs,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use clap::ValueEnum;
+use sandboxer_image::ImageStore;
+use sandboxer_server::{Access, ApiKey, Limits, Settings};
+
+const DEFAULT_PORT: u16 = 8080;
+
+/// Serve sandboxes over WebSockets
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Address to listen on; without a port: $PORT, or 8080. Other than a loopback address only with API keys or --insecure-no-auth
+    #[arg(long, env = "SANDBOXER_LISTEN", default_value = "127.0.0.1", value_name = "ADDRESS[:PORT]")]
+    listen: String,
+    /// Directory of this instance's own state [default: $XDG_STATE_HOME/sandboxer, or ~/.local/state/sandboxer]
+    #[arg(long, env = "SANDBOXER_DATA_DIR", value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// Directory of images, shared by all instances of a machine [default: $XDG_DATA_HOME/sandboxer/images, or ~/.local/share/sandboxer/images]
+    #[arg(long, env = "SANDBOXER_IMAGE_DIR", value_name = "DIR")]
+    image_dir: Option<PathBuf>,
+    /// The runsc binary [default: the one that scripts/setup installed, or the one in PATH]
+    #[arg(long, env = "SANDBOXER_RUNSC", value_name = "FILE")]
+    runsc: Option<PathBuf>,
+    /// Sandboxes at once
+    #[arg(long, env = "SANDBOXER_MAX_SANDBOXES", default_value_t = 100, value_name = "N")]
+    max_sandboxes: usize,
+    /// Seconds without client and running program after which a sandbox is deleted, unless its creator says otherwise; 0: never
+    #[arg(long, env = "SANDBOXER_IDLE_TIMEOUT", default_value_t = 300.0, value_name = "SECONDS")]
+    idle_timeout: f64,
+    /// Seconds that any sandbox may live; 0: no bound
+    #[arg(long, env = "SANDBOXER_MAX_LIFETIME", default_value_t = 0.0, value_name = "SECONDS")]
+    max_lifetime: f64,
+    /// The most memory that a sandbox may ask for
+    #[arg(long, env = "SANDBOXER_MAX_MEMORY_MB", default_value_t = 8192, value_name = "MIB")]
+    max_memory_mb: u64,
+    /// The most CPUs that a sandbox may ask for
+    #[arg(long, env = "SANDBOXER_MAX_CPUS", default_value_t = 64.0, value_name = "N")]
+    max_cpus: f64,
+    /// The most processes and threads that a sandbox may ask for
+    #[arg(long, env = "SANDBOXER_MAX_PIDS", default_value_t = 4096, value_name = "N")]
+    max_pids: u32,
+    /// The most disk space that a sandbox may ask for
+    #[arg(long, env = "SANDBOXER_MAX_DISK_MB", default_value_t = 8192, value_name = "MIB")]
+    max_disk_mb: u64,
+    /// The largest message that a client may send
+    #[arg(long, env = "SANDBOXER_MAX_MESSAGE_BYTES", default_value_t = 8 * 1024 * 1024, value_name = "BYTES")]
+    max_message_bytes: usize,
+    /// Output of a stream that is held until a client has it; beyond it the program waits
+    #[arg(long, env = "SANDBOXER_OUTPUT_WINDOW_BYTES", default_value_t = 8 * 1024 * 1024, value_name = "BYTES")]
+    output_window_bytes: u64,
+    /// Seconds that ending everything may take when the server is stopped
+    #[arg(long, env = "SANDBOXER_STOP_GRACE", default_value_t = 10.0, value_name = "SECONDS")]
+    stop_grace: f64,
+    /// Seconds for which the reason is remembered why a sandbox ended
+    #[arg(long, env = "SANDBOXER_REMEMBER", default_value_t = 3600.0, value_name = "SECONDS")]
+    remember: f64,
+    /// File of API keys, one a line, as KEY or NAME:KEY. $SANDBOXER_API_KEYS holds such lines itself
+    #[arg(long, env = "SANDBOXER_API_KEYS_FILE", value_name = "FILE")]
+    api_keys_file: Option<PathBuf>,
+    /// Listen on another than a loopback address without API keys: whoever reaches it may run code
+    #[arg(long, env = "SANDBOXER_INSECURE_NO_AUTH")]
+    insecure_no_auth: bool,
+    /// Another name by which clients may call this machine where no key is needed; may be given several times
+    #[arg(long, env = "SANDBOXER_ALLOW_HOST", value_delimiter = ',', value_name = "NAME")]
+    allow_host: Vec<String>,
+    /// What is logged: error, warn, info, debug, trace, or by module
+    #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
+    pub(super) log: String,
+    #[arg(long, env = "SANDBOXER_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    pub(super) log_format: LogFormat,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    Text,
+    Json,
+}
+
+/// Settings that a server can start with.
+pub(crate) struct Checked {
+    pub(crate) settings: Settings,
+    pub(crate) image_dir: PathBuf,
+    pub(crate) runsc: PathBuf,
+}
+
+/// Collects what is wrong, so that all of it is told at once.
+#[derive(Default)]
+struct Faults(Vec<String>);
+
+impl Faults {
+    fn take<T>(&mut self, value: Result<T, String>) -> Option<T> {
+        value.map_err(|fault| self.0.push(fault)).ok()
+    }
+
+    fn unless(&mut self, good: bool, fault: &str) {
+        if !good {
+            self.0.push(fault.to_owned());
+        }
+    }
+}
+
+impl Args {
+    /// Checks everything and returns all faults together.
+    pub(crate) fn check(&self) -> Result<Checked, Vec<String>> {
+        let mut faults = Faults::default();
+        let listen = faults.take(self.listen_address(env::var("PORT").ok().as_deref()));
+        let keys = faults.take(self.keys(env::var("SANDBOXER_API_KEYS").ok().as_deref()));
+        if let (Some(listen), Some(keys)) = (&listen, &keys) {
+            let open = listen.ip().is_loopback() || !keys.is_empty() || self.insecure_no_auth;
+            faults.unless(
+                open,
+                "--listen: on another than a loopback address everybody could run code: give API keys (--api-keys-file, SANDBOXER_API_KEYS), or \
+                 --insecure-no-auth if something else keeps strangers out",
+            );
+        }
+        faults.unless(self.max_sandboxes > 0, "--max-sandboxes: at least 1");
+        faults.unless(self.max_message_bytes >= 1024, "--max-message-bytes: at least 1024");
+        faults.unless(self.max_message_bytes <= 8 * 1024 * 1024, "--max-message-bytes: at most 8388608");
+        faults.unless(self.output_window_bytes >= 64 * 1024, "--output-window-bytes: at least 65536");
+        faults.unless(self.output_window_bytes <= 1024 * 1024 * 1024, "--output-window-bytes: at most 1073741824");
+        faults.unless(self.max_cpus.is_finite() && self.max_cpus > 0.0, "--max-cpus: more than 0");
+        let idle_timeout = faults.take(seconds("--idle-timeout", self.idle_timeout));
+        let max_lifetime = faults.take(seconds("--max-lifetime", self.max_lifetime));
+        let stop_grace = faults.take(seconds("--stop-grace", self.stop_grace));
+        let remember = faults.take(seconds("--remember", self.remember));
+        let data_dir = faults.take(self.data_dir());
+        let image_dir = faults.take(self.image_dir.clone().or_else(ImageStore::default_directory).ok_or_else(no_home("--image-dir")));
+        let runsc = faults.take(sandboxer_runsc::find(self.runsc.as_deref()).map_err(|error| format!("--runsc: {error}")));
+        if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
+            faults.0.push(format!("--log: {error}"));
+        }
+        let (Some(listen), Some(keys), Some(data_dir), Some(image_dir), Some(runsc)) = (listen, keys, data_dir, image_dir, runsc) else {
+            return Err(faults.0);
+        };
+        if !faults.0.is_empty() {
+            return Err(faults.0);
+        }
+        let mut settings = Settings::new(listen, data_dir);
+        settings.max_sandboxes = self.max_sandboxes;
+        settings.idle_timeout = idle_timeout.flatten();
+        settings.max_lifetime = max_lifetime.flatten();
+        settings.max_limits = Limits { memory_mb: self.max_memory_mb, cpus: self.max_cpus, pids: self.max_pids, disk_mb: self.max_disk_mb };
+        settings.max_message_bytes = self.max_message_bytes;
+        settings.output_window_bytes = self.output_window_bytes;
+        settings.stop_grace = stop_grace.flatten().unwrap_or_default();
+        settings.remember = remember.flatten().unwrap_or_default();
+        settings.access = Access { any_host: self.insecure_no_auth && !listen.ip().is_loopback(), keys, hosts: self.allow_host.clone() };
+        Ok(Checked { settings, image_dir, runsc })
+    }
+
+    fn listen_address(&self, port: Option<&str>) -> Result<SocketAddr, String> {
+        if let Ok(address) = self.listen.parse() {
+            return Ok(address);
+        }
+        let address = match self.listen.trim_matches(['[', ']']) {
+            "localhost" => IpAddr::V4(Ipv4Addr::LOCALHOST),
+            text => text.parse().map_err(|_| format!("--listen: {:?} is not an address such as 127.0.0.1:8080", self.listen))?,
+        };
+        let port = match port.filter(|port| !port.is_empty()) {
+            Some(port) => port.parse().map_err(|_| format!("PORT: {port:?} is not a port number"))?,
+            None => DEFAULT_PORT,
+        };
+        Ok(SocketAddr::new(address, port))
+    }
+
+    fn keys(&self, variable: Option<&str>) -> Result<Vec<ApiKey>, String> {
+        let mut keys = Vec::new();
+        if let Some(file) = &self.api_keys_file {
+            let text = fs::read_to_string(file).map_err(|error| format!("--api-keys-file: {}: {error}", file.display()))?;
+            keys.extend(ApiKey::parse_list(&text).map_err(|error| format!("--api-keys-file: {}: {error}", file.display()))?);
+        }
+        if let Some(text) = variable.filter(|text| !text.trim().is_empty()) {
+            let lines = text.replace(',', "\n");
+            keys.extend(ApiKey::parse_list(&lines).map_err(|error| format!("SANDBOXER_API_KEYS: {error}"))?);
+        }
+        Ok(keys)
+    }
+
+    fn data_dir(&self) -> Result<PathBuf, String> {
+        let dir = self.data_dir.clone().or_else(default_data_dir).ok_or_else(no_home("--data-dir"))?;
+        let fault = |error| format!("--data-dir: {}: {error}", dir.display());
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(fault)?;
+        // Sandboxes are found by it after a restart, wherever that is started from.
+        let dir = dir.canonicalize().map_err(fault)?;
+        check_length(&dir)?;
+        Ok(dir)
+    }
+}
+
+fn default_data_dir() -> Option<PathBuf> {
+    let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state = absolute("XDG_STATE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".local/state")))?;
+    Some(state.join("sandboxer"))
+}
+
+/// runsc puts sockets below this directory, and the path of a socket is short.
+fn check_length(dir: &Path) -> Result<(), String> {
+    const LONGEST: usize = 108 - "/runsc/runsc-00000000-0000-0000-0000-000000000000.sock\0".len();
+    let length = dir.as_os_str().len();
+    if length > LONGEST {
+        return Err(format!("--data-dir: {} has {length} characters, and at most {LONGEST} leave room for runsc's sockets", dir.display()));
+    }
+    Ok(())
+}
+
+fn no_home(option: &'static str) -> impl Fn() -> String {
+    move || format!("{option}: give one, since neither HOME nor an XDG directory is set")
+}
+
+fn seconds(option: &str, value: f64) -> Result<Option<Duration>, String> {
+    match value {
+        0.0 => Ok(None),
+        value if value > 0.0 && value < 1e9 => Ok(Some(Duration::from_secs_f64(value))),
+        _ => Err(format!("{option}: a number of seconds, zero or more")),
+    }
+}

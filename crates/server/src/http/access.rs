@@ -1,0 +1,185 @@
+//! Who may connect: keys, origins, hosts. Decided before the upgrade; nothing of a request is looked at before it.
+
+use std::{net::IpAddr, sync::Arc};
+
+use axum::{
+    extract::{Request, State},
+    http::{HeaderMap, StatusCode, header, uri::Authority},
+    middleware::Next,
+    response::Response,
+};
+use subtle::ConstantTimeEq as _;
+
+use super::error;
+use crate::manager::{Manager, hash};
+
+/// The shortest key that is accepted: shorter ones can be guessed.
+const MIN_KEY_BYTES: usize = 16;
+
+/// An API key, as a hash, under a name for logs and limits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ApiKey {
+    name: String,
+    sha256: String,
+}
+
+/// Why a list of keys can't be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidKeys {
+    #[error("line {0}: a key has at least {MIN_KEY_BYTES} characters, without spaces")]
+    Bad(usize),
+    #[error("there is no key in it")]
+    None,
+}
+
+impl ApiKey {
+    /// Reads keys, one a line, as `key` or `name:key`; empty lines and those that begin with `#` don't count.
+    ///
+    /// # Errors
+    /// A line is no key, or there is none.
+    pub fn parse_list(text: &str) -> Result<Vec<Self>, InvalidKeys> {
+        let mut keys = Vec::new();
+        for (number, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let (name, key) =
+                line.split_once(':').map_or_else(|| (format!("key-{}", number + 1), line), |(name, key)| (name.to_owned(), key));
+            if key.len() < MIN_KEY_BYTES || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+                return Err(InvalidKeys::Bad(number + 1));
+            }
+            keys.push(Self { name, sha256: hash(key) });
+        }
+        if keys.is_empty() { Err(InvalidKeys::None) } else { Ok(keys) }
+    }
+}
+
+/// Who may connect.
+#[derive(Debug, Clone, Default)]
+pub struct Access {
+    /// None: no key is needed.
+    pub keys: Vec<ApiKey>,
+    /// Hosts that a request may name, besides this machine itself; only looked at where no key is needed.
+    pub hosts: Vec<String>,
+    /// Any host may be named: the address is not a loopback one, and was asked for without keys.
+    pub any_host: bool,
+}
+
+/// The name of the key that a request came with.
+#[derive(Debug, Clone)]
+pub(super) struct Owner(pub(super) Option<String>);
+
+impl Access {
+    pub(super) fn needs_token(&self) -> bool {
+        !self.keys.is_empty()
+    }
+
+    fn owner(&self, headers: &HeaderMap) -> Option<&ApiKey> {
+        let bearer = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
+        let given = bearer.or_else(|| headers.get("x-api-key").and_then(|value| value.to_str().ok()))?;
+        let given = hash(given.trim());
+        // Every key is compared, so that the time tells nothing.
+        self.keys.iter().fold(None, |found, key| {
+            let same: bool = given.as_bytes().ct_eq(key.sha256.as_bytes()).into();
+            if same { Some(key) } else { found }
+        })
+    }
+
+    fn host_allowed(&self, headers: &HeaderMap) -> bool {
+        if self.any_host || !self.keys.is_empty() {
+            return true;
+        }
+        let Some(host) = host_of(headers) else { return false };
+        names_this_machine(&host) || self.hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(&host))
+    }
+}
+
+pub(super) async fn check(State(manager): State<Arc<Manager>>, mut request: Request, next: Next) -> Response {
+    let access = &manager.settings().access;
+    let headers = request.headers();
+    if !access.host_allowed(headers) {
+        return error(StatusCode::FORBIDDEN, "foreign_host", "The Host header does not name this machine.");
+    }
+    if !origin_allowed(headers) {
+        return error(StatusCode::FORBIDDEN, "foreign_origin", "A page of another origin may not use this server.");
+    }
+    let mut owner = None;
+    if !access.keys.is_empty() {
+        match access.owner(headers) {
+            Some(key) => owner = Some(key.name.clone()),
+            None => {
+                let message = "A valid API key is needed: send it as \"Authorization: Bearer <key>\" or \"X-API-Key: <key>\".";
+                return error(StatusCode::UNAUTHORIZED, "unauthorized", message);
+            }
+        }
+    }
+    request.extensions_mut().insert(Owner(owner));
+    next.run(request).await
+}
+
+fn host_of(headers: &HeaderMap) -> Option<String> {
+    let authority: Authority = headers.get(header::HOST)?.to_str().ok()?.parse().ok()?;
+    Some(authority.host().trim_matches(['[', ']']).to_ascii_lowercase())
+}
+
+fn names_this_machine(host: &str) -> bool {
+    host == "localhost" || host.ends_with(".localhost") || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// A browser names the origin of the page. Only this server's own may use it.
+fn origin_allowed(headers: &HeaderMap) -> bool {
+    let Some(origin) = headers.get(header::ORIGIN) else { return true };
+    let (Ok(origin), Some(Ok(host))) = (origin.to_str(), headers.get(header::HOST).map(|host| host.to_str())) else { return false };
+    origin.split_once("://").is_some_and(|(scheme, authority)| matches!(scheme, "http" | "https") && authority.eq_ignore_ascii_case(host))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        pairs.iter().map(|(name, value)| (axum::http::HeaderName::from_static(name), value.parse().unwrap())).collect()
+    }
+
+    #[test]
+    fn without_keys_the_host_must_be_this_machine() {
+        let access = Access::default();
+        for good in ["localhost", "localhost:8080", "127.0.0.1:8080", "127.9.9.9", "[::1]:80", "LOCALHOST:1", "a.localhost"] {
+            assert!(access.host_allowed(&headers(&[("host", good)])), "{good}");
+        }
+        for bad in ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", "localhost.evil.example:8080", "", "0.0.0.0"] {
+            assert!(!access.host_allowed(&headers(&[("host", bad)])), "{bad}");
+        }
+        assert!(!access.host_allowed(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn a_page_of_another_origin_is_refused() {
+        let allowed = |origin: &str| origin_allowed(&headers(&[("host", "localhost:8080"), ("origin", origin)]));
+        assert!(allowed("http://localhost:8080"));
+        for bad in ["http://evil.example", "null", "http://localhost:9090", "file://localhost:8080", ""] {
+            assert!(!allowed(bad), "{bad}");
+        }
+        assert!(origin_allowed(&headers(&[("host", "localhost:8080")])));
+    }
+
+    #[test]
+    fn a_key_is_found_by_either_header_and_no_other_is() {
+        let keys = ApiKey::parse_list("# ours\nalice:0123456789abcdef\n\nfedcba9876543210\n").unwrap();
+        let access = Access { keys, ..Access::default() };
+        let owner = |name, value: &str| access.owner(&headers(&[(name, value)])).map(|key| key.name.clone());
+        assert_eq!(owner("authorization", "Bearer 0123456789abcdef").as_deref(), Some("alice"));
+        assert_eq!(owner("x-api-key", "fedcba9876543210").as_deref(), Some("key-4"));
+        for bad in ["Bearer 0123456789abcde", "0123456789abcdef", "Bearer ", "Basic 0123456789abcdef"] {
+            assert_eq!(owner("authorization", bad), None, "{bad}");
+        }
+        assert!(!format!("{access:?}").contains("0123456789abcdef"));
+    }
+
+    #[test]
+    fn a_short_key_or_none_is_a_fault() {
+        assert_eq!(ApiKey::parse_list("\n# nothing\n"), Err(InvalidKeys::None));
+        assert_eq!(ApiKey::parse_list("good-enough-for-a-key\nshort"), Err(InvalidKeys::Bad(2)));
+    }
+}

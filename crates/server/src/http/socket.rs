@@ -1,0 +1,189 @@
+//! A WebSocket once its sandbox is found: messages in, messages out, until one side closes.
+
+use std::{collections::VecDeque, time::Duration};
+
+use axum::extract::ws::{CloseFrame, Message, WebSocket};
+use bytes::Bytes;
+use futures_util::{
+    SinkExt as _, StreamExt as _,
+    stream::{SplitSink, SplitStream},
+};
+use sandboxer_protocol::client::{About, BadRequest, CloseCode, ErrorCode, Request, encode_output};
+use tokio::{
+    sync::{mpsc, watch},
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use crate::sandbox::client::{ClientPort, FromClient, INCOMING_REQUESTS, OUTGOING_MESSAGES, Outgoing};
+
+/// How long a client may take to answer a close, and to read what was sent before it.
+const CLOSE_ANSWERED: Duration = Duration::from_secs(2);
+/// How long what was handed over may take once the sandbox has let go of the connection.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+
+/// The connection's ends of the channels to the driver.
+pub(super) struct Ends {
+    incoming: mpsc::Sender<FromClient>,
+    pongs: watch::Sender<Bytes>,
+    outgoing: mpsc::Receiver<Outgoing>,
+    closing: CancellationToken,
+}
+
+pub(super) fn channels() -> (ClientPort, Ends) {
+    let (to_driver, incoming) = mpsc::channel(INCOMING_REQUESTS);
+    let (to_socket, outgoing) = mpsc::channel(OUTGOING_MESSAGES);
+    let (pong, pongs) = watch::channel(Bytes::new());
+    let closing = CancellationToken::new();
+    let port = ClientPort { incoming, pongs, outgoing: to_socket, _closing: closing.clone().drop_guard() };
+    (port, Ends { incoming: to_driver, pongs: pong, outgoing, closing })
+}
+
+/// Serves a connection until it closes, from either side.
+pub(super) async fn pump(socket: WebSocket, ends: Ends, early: VecDeque<FromClient>) {
+    let Ends { incoming, pongs, mut outgoing, closing } = ends;
+    let (mut sink, mut stream) = socket.split();
+    let reading = async {
+        for message in early {
+            if incoming.send(message).await.is_err() {
+                return Read::Closed;
+            }
+        }
+        read_all(&mut stream, &incoming, &pongs).await
+    };
+    let mut too_large = false;
+    let let_go = async {
+        closing.cancelled().await;
+        tokio::time::sleep(LAST_WORDS).await;
+    };
+    tokio::pin!(reading);
+    tokio::select! {
+        read = &mut reading => too_large = matches!(read, Read::TooLarge),
+        wrote = write_all(&mut sink, &mut outgoing) => {
+            // Having closed, it waits for the answer: that says that everything was read.
+            if let Wrote::Close = wrote && let Ok(Read::Closed) = timeout(CLOSE_ANSWERED, reading).await {
+                let _ = incoming.try_send(FromClient::ReadToTheEnd);
+            }
+        }
+        () = let_go => debug!("the client did not take its last messages"),
+    }
+    if too_large {
+        // It may be too busy sending to hear this.
+        let _ = timeout(CLOSE_ANSWERED, sink_close(&mut sink, CloseCode::TooLarge)).await;
+    }
+}
+
+enum Read {
+    /// The client closed, or answered a close.
+    Closed,
+    TooLarge,
+    Broken,
+}
+
+async fn read_all(stream: &mut SplitStream<WebSocket>, incoming: &mpsc::Sender<FromClient>, pongs: &watch::Sender<Bytes>) -> Read {
+    loop {
+        match stream.next().await {
+            None => return Read::Broken,
+            Some(Err(error)) => return if is_too_large(&error) { Read::TooLarge } else { Read::Broken },
+            Some(Ok(Message::Pong(payload))) => {
+                pongs.send_replace(payload);
+            }
+            Some(Ok(Message::Close(_))) => return Read::Closed,
+            Some(Ok(message)) => {
+                if let Some(message) = read(&message) {
+                    // The driver has let go of this client: only its close is waited for.
+                    let _ = incoming.send(message).await;
+                }
+            }
+        }
+    }
+}
+
+enum Wrote {
+    Close,
+    Ended,
+    Broken,
+}
+
+async fn write_all(sink: &mut SplitSink<WebSocket, Message>, outgoing: &mut mpsc::Receiver<Outgoing>) -> Wrote {
+    while let Some(message) = outgoing.recv().await {
+        let mut next = Some(message);
+        // What is there goes out together; then the client gets it at once.
+        while let Some(message) = next {
+            let fed = match message {
+                Outgoing::Event(event) => sink.feed(Message::Text(event.to_json().into())).await,
+                Outgoing::Output(piece) => {
+                    let json = encode_output(piece.stream, piece.encoding, &piece.data, piece.offset, piece.end, &piece.execution);
+                    sink.feed(Message::Text(json.into())).await
+                }
+                Outgoing::End(events) => feed_all(sink, events).await,
+                Outgoing::Ping(payload) => sink.feed(Message::Ping(payload)).await,
+                Outgoing::Close(code) => return if sink_close(sink, code).await.is_ok() { Wrote::Close } else { Wrote::Broken },
+            };
+            if fed.is_err() {
+                return Wrote::Broken;
+            }
+            next = outgoing.try_recv().ok();
+        }
+        if sink.flush().await.is_err() {
+            return Wrote::Broken;
+        }
+    }
+    Wrote::Ended
+}
+
+async fn feed_all(
+    sink: &mut SplitSink<WebSocket, Message>,
+    events: Vec<sandboxer_protocol::client::ServerEvent>,
+) -> Result<(), axum::Error> {
+    for event in events {
+        sink.feed(Message::Text(event.to_json().into())).await?;
+    }
+    Ok(())
+}
+
+async fn sink_close(sink: &mut SplitSink<WebSocket, Message>, code: CloseCode) -> Result<(), axum::Error> {
+    sink.send(close_message(code)).await
+}
+
+fn close_message(code: CloseCode) -> Message {
+    Message::Close(Some(CloseFrame { code: code.number(), reason: axum::extract::ws::Utf8Bytes::default() }))
+}
+
+/// Closes a socket that has no sandbox, and waits for the answer so that what was sent before is read.
+pub(super) async fn close(mut socket: WebSocket, code: CloseCode) -> Result<(), axum::Error> {
+    socket.send(close_message(code)).await?;
+    let answered = async { while let Some(Ok(_)) = socket.recv().await {} };
+    // A client that does not answer has been told everything all the same.
+    let _ = timeout(CLOSE_ANSWERED, answered).await;
+    Ok(())
+}
+
+/// What a message means to a sandbox; none: nothing.
+pub(super) fn read(message: &Message) -> Option<FromClient> {
+    match message {
+        Message::Text(text) => Some(match Request::parse(text) {
+            Ok(request) => FromClient::Request(request),
+            Err(bad) => FromClient::Bad(bad),
+        }),
+        Message::Binary(_) => Some(FromClient::Bad(BadRequest {
+            about: About::Other,
+            code: ErrorCode::BinaryFrame,
+            message: "Messages are JSON text, not binary.".to_owned(),
+        })),
+        Message::Ping(_) | Message::Pong(_) | Message::Close(_) => None,
+    }
+}
+
+/// Whether a message was over the size limit.
+pub(super) fn is_too_large(error: &axum::Error) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if matches!(error.downcast_ref(), Some(tungstenite::Error::Capacity(_))) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}

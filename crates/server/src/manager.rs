@@ -1,0 +1,469 @@
+//! All sandboxes of this server: making them, finding them, taking them up again, ending them.
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use sandboxer_protocol::{
+    SandboxId,
+    agent::{AgentConfig, Marker},
+    client::{CreateConfig, ErrorCode, LimitsRequest, Network, ServerEvent},
+};
+use sandboxer_runtime::{HostLimits, Instance, Launch, Runtime};
+use sha2::{Digest as _, Sha256};
+use subtle::ConstantTimeEq as _;
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
+    time::Instant,
+};
+use tokio_util::task::TaskTracker;
+use tracing::{Instrument as _, info, info_span, warn};
+
+use crate::{
+    images::Images,
+    limits::Limits,
+    metrics::Metrics,
+    obituaries::Obituaries,
+    sandbox::{
+        Execution,
+        client::ClientPort,
+        driver::{Attachment, Command, Driver, Outcome, Start, Stop},
+        farewell::obituary,
+        link,
+        record::{RECORD_VERSION, Record, SandboxConfig},
+    },
+    settings::Settings,
+};
+
+/// Commands that may wait for a driver.
+const COMMANDS: usize = 16;
+/// How long the agent of a sandbox that is taken up may take to answer.
+const TAKE_UP: Duration = Duration::from_secs(10);
+
+/// Why a sandbox was not made. The message says what to do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub(crate) struct CreateError {
+    pub(crate) code: ErrorCode,
+    pub(crate) message: String,
+}
+
+impl CreateError {
+    pub(crate) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+}
+
+/// A sandbox, as those see it who want something of it.
+#[derive(Debug, Clone)]
+pub(crate) struct Handle {
+    pub(crate) id: SandboxId,
+    token_sha256: Arc<str>,
+    commands: mpsc::Sender<Command>,
+}
+
+impl Handle {
+    /// Whether this is the sandbox's token, without telling how much of it is right.
+    pub(crate) fn opens(&self, token: &str) -> bool {
+        hash(token).as_bytes().ct_eq(self.token_sha256.as_bytes()).into()
+    }
+
+    /// Ends a sandbox that nobody has heard of.
+    pub(crate) async fn abandon(&self) {
+        // A driver that has ended already has nothing to be told.
+        let _ = self.commands.send(Command::Stop(Stop::Drain)).await;
+    }
+
+    /// Makes a connection the client of the sandbox. None: the sandbox is gone.
+    pub(crate) async fn attach(&self, port: ClientPort, greeting: Vec<ServerEvent>) -> Option<Attachment> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Attach { port, greeting, reply }).await.ok()?;
+        answer.await.ok()
+    }
+}
+
+/// A sandbox that was just made, with the only copy of its token.
+pub(crate) struct Created {
+    pub(crate) handle: Handle,
+    pub(crate) token: String,
+}
+
+pub(crate) struct Manager {
+    settings: Settings,
+    runtime: Arc<dyn Runtime>,
+    images: Images,
+    host: HostLimits,
+    pub(crate) metrics: Arc<Metrics>,
+    obituaries: Obituaries,
+    sandboxes: Mutex<HashMap<SandboxId, Handle>>,
+    slots: Arc<Semaphore>,
+    drivers: TaskTracker,
+    stopping: AtomicBool,
+}
+
+impl Manager {
+    pub(crate) fn open(settings: Settings, runtime: Arc<dyn Runtime>, images: Images, host: HostLimits) -> io::Result<Arc<Self>> {
+        private_dir(&settings.data_dir.join("sandboxes"))?;
+        let obituaries = Obituaries::open(settings.data_dir.join("ended"), settings.remember)?;
+        Ok(Arc::new(Self {
+            slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
+            settings,
+            runtime,
+            images,
+            host,
+            metrics: Arc::new(Metrics::new()),
+            obituaries,
+            sandboxes: Mutex::default(),
+            drivers: TaskTracker::new(),
+            stopping: AtomicBool::new(false),
+        }))
+    }
+
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    pub(crate) fn images(&self) -> &Images {
+        &self.images
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn find(&self, id: SandboxId) -> Option<Handle> {
+        self.lock().get(&id).cloned()
+    }
+
+    pub(crate) fn obituary(&self, id: SandboxId) -> Option<String> {
+        self.obituaries.get(id)
+    }
+
+    /// Makes a sandbox. Runs to its end even if nobody waits for it any longer.
+    pub(crate) async fn create(self: &Arc<Self>, config: CreateConfig, owner: Option<String>) -> Result<Created, CreateError> {
+        let manager = Arc::clone(self);
+        let id = SandboxId::random();
+        let began = Instant::now();
+        self.metrics.creates.inc();
+        let made = self.drivers.spawn(async move { manager.make(id, config, owner).await }.instrument(info_span!("sandbox", %id)));
+        let made = made.await.unwrap_or_else(|_| Err(CreateError::new(ErrorCode::Internal, "Making the sandbox failed. Try again.")));
+        match &made {
+            Ok(_) => self.metrics.create_seconds.observe(began.elapsed().as_secs_f64()),
+            Err(_) => {
+                self.metrics.create_failures.inc();
+            }
+        }
+        made
+    }
+
+    async fn make(self: Arc<Self>, id: SandboxId, config: CreateConfig, owner: Option<String>) -> Result<Created, CreateError> {
+        if self.is_stopping() {
+            return Err(CreateError::new(ErrorCode::ServerStopping, "The server is stopping. Create the sandbox at another one."));
+        }
+        let asked = config.limits.unwrap_or_default();
+        let image = config.image.clone();
+        let config = self.check(config)?;
+        let resources = config.limits.on_the_host(&asked, &self.host)?;
+        let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() else {
+            let message =
+                format!("This server has {} sandboxes, and that is all it may have. Try again later.", self.settings.max_sandboxes);
+            return Err(CreateError::new(ErrorCode::NoCapacity, message));
+        };
+        let image = self.images.find(image.as_deref()).await?;
+        let token = new_token();
+        let record = Record {
+            version: RECORD_VERSION,
+            id,
+            created_at: jiff::Timestamp::now(),
+            token_sha256: hash(&token),
+            marker: Marker::new(rand::random()),
+            image,
+            owner,
+            config,
+        };
+        let limits = &record.config.limits;
+        let launch = Launch {
+            id,
+            dir: self.dir(id),
+            image: record.image.clone(),
+            config: AgentConfig {
+                marker: record.marker.to_hex(),
+                disk_bytes: limits.disk_bytes(),
+                disk_inodes: limits.disk_inodes(),
+                memory_bytes: Some(limits.memory_bytes()),
+                pids: Some(limits.pids),
+                output_window_bytes: self.settings.output_window_bytes,
+                stdin_window_bytes: self.settings.stdin_window_bytes,
+            },
+            resources,
+        };
+        let begun = Instant::now();
+        match self.start(&launch, &record).await {
+            Ok((hello, reader, writer, ended)) => {
+                info!(ms = begun.elapsed().as_millis(), "started");
+                if let Some(name) = not_enforced(&asked, hello.enforced) {
+                    self.discard(&launch).await;
+                    let message =
+                        format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
+                    return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
+                }
+                let handle = self.drive(record, slot, Running { reader, writer, ended, execution: None }, Duration::ZERO);
+                Ok(Created { handle, token })
+            }
+            Err(why) => {
+                warn!(why, "could not be started");
+                self.discard(&launch).await;
+                Err(CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {why}")))
+            }
+        }
+    }
+
+    /// Everything that can be wrong with a configuration, before anything is made.
+    fn check(&self, config: CreateConfig) -> Result<SandboxConfig, CreateError> {
+        let refuse = |code, message: &str| Err(CreateError::new(code, message));
+        if config.enable_checkpoint == Some(true) {
+            return refuse(
+                ErrorCode::CheckpointNotConfigured,
+                "enable_checkpoint: this server keeps no checkpoints. Leave it out, or ask another server.",
+            );
+        }
+        if config.autosave_seconds.is_some_and(|seconds| seconds.nonzero().is_some()) {
+            return refuse(ErrorCode::CheckpointNotEnabled, "autosave_seconds needs enable_checkpoint.");
+        }
+        if config.enable_sandbox_handoff == Some(true) {
+            return refuse(ErrorCode::CheckpointNotEnabled, "enable_sandbox_handoff needs enable_checkpoint.");
+        }
+        if config.filesystem_snapshot_name.is_some() {
+            return refuse(
+                ErrorCode::FilesystemSnapshotsNotConfigured,
+                "filesystem_snapshot_name: this server keeps no filesystem snapshots.",
+            );
+        }
+        if let Some(Network::Allow { .. }) = config.network {
+            return refuse(
+                ErrorCode::NetworkNotAvailable,
+                "network: this server gives its sandboxes no network. Leave it out, or say \"none\".",
+            );
+        }
+        let limits = Limits::resolve(&config.limits.unwrap_or_default(), &self.settings.default_limits, &self.settings.max_limits)?;
+        Ok(SandboxConfig {
+            idle_timeout: config.idle_timeout.map_or(self.settings.idle_timeout, |seconds| seconds.nonzero()),
+            env: config.env.unwrap_or_default(),
+            cwd: config.cwd,
+            limits,
+            detached_output: config.detached_output.unwrap_or_default(),
+            metadata: config.metadata.unwrap_or_default(),
+        })
+    }
+
+    async fn start(&self, launch: &Launch, record: &Record) -> Result<Opened, String> {
+        prepare(launch, record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
+        let instance = self.runtime.start(launch).await.map_err(|error| error.to_string())?;
+        converse(instance, &record.marker, self.settings.start_timeout).await
+    }
+
+    async fn discard(&self, launch: &Launch) {
+        if let Err(error) = self.runtime.remove(launch.id, &launch.dir).await {
+            warn!(%error, "what is left of it could not be removed; the next start of the server tries again");
+            return;
+        }
+        remove_dir(&launch.dir);
+    }
+
+    /// Gives a running sandbox its driver.
+    fn drive(self: &Arc<Self>, record: Record, slot: OwnedSemaphorePermit, running: Running, age: Duration) -> Handle {
+        let (id, dir) = (record.id, self.dir(record.id));
+        let (sender, commands) = mpsc::channel(COMMANDS);
+        let handle = Handle { id, token_sha256: record.token_sha256.as_str().into(), commands: sender };
+        let Running { reader, writer, ended, execution } = running;
+        let manager = Arc::clone(self);
+        let driver = Driver::new(Start {
+            id,
+            dir: dir.clone(),
+            runtime: Arc::clone(&self.runtime),
+            record,
+            metrics: Arc::clone(&self.metrics),
+            commands,
+            reader,
+            writer,
+            ended,
+            execution,
+            age,
+            max_lifetime: self.settings.max_lifetime,
+            on_end: Box::new(move |outcome| manager.forget(id, Some(obituary(outcome)))),
+        });
+        self.lock().insert(id, handle.clone());
+        self.metrics.live.inc();
+        let manager = Arc::clone(self);
+        let drive = async move {
+            let outcome = driver.run().await;
+            manager.metrics.live.dec();
+            if matches!(outcome, Outcome::LeftRunning) {
+                manager.forget(id, None);
+            } else {
+                manager.metrics.ended.inc();
+                remove_dir(&dir);
+            }
+            drop(slot);
+        };
+        self.drivers.spawn(drive.instrument(info_span!("sandbox", %id)));
+        handle
+    }
+
+    fn forget(&self, id: SandboxId, why: Option<String>) {
+        if let Some(why) = why {
+            self.obituaries.add(id, why);
+        }
+        self.lock().remove(&id);
+    }
+
+    /// Takes up every sandbox that an earlier server process left in the data directory. What can't be taken up is removed, and the
+    /// reason is remembered.
+    pub(crate) async fn take_up_all(self: &Arc<Self>) {
+        let found = match fs::read_dir(self.settings.data_dir.join("sandboxes")) {
+            Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<SandboxId>().ok()).collect(),
+            Err(error) => {
+                warn!(%error, "the data directory can't be read");
+                Vec::new()
+            }
+        };
+        let tasks: Vec<_> = found
+            .into_iter()
+            .map(|id| {
+                let manager = Arc::clone(self);
+                self.drivers.spawn(async move { manager.take_up(id).await }.instrument(info_span!("sandbox", %id)))
+            })
+            .collect();
+        for task in tasks {
+            // A task that panicked has said so; its sandbox stays for the next start.
+            let _ = task.await;
+        }
+    }
+
+    async fn take_up(self: Arc<Self>, id: SandboxId) {
+        let dir = self.dir(id);
+        match self.try_take_up(id, &dir).await {
+            Ok(()) => {
+                self.metrics.taken_up.inc();
+                info!("taken up");
+            }
+            Err(why) => {
+                warn!(why, "can't be taken up");
+                self.obituaries.add(id, format!("The sandbox was lost when its server was restarted: {why}."));
+                match self.runtime.remove(id, &dir).await {
+                    Ok(()) => remove_dir(&dir),
+                    Err(error) => warn!(%error, "and it could not be removed; the next start tries again"),
+                }
+            }
+        }
+    }
+
+    async fn try_take_up(self: &Arc<Self>, id: SandboxId, dir: &Path) -> Result<(), String> {
+        let record = Record::read(dir, id).map_err(|error| error.to_string())?;
+        // More than are allowed now may have been left: they are taken up all the same, and no new ones are made until they are fewer.
+        let slot = match Arc::clone(&self.slots).try_acquire_owned() {
+            Ok(slot) => slot,
+            Err(_) => Arc::new(Semaphore::new(1)).try_acquire_owned().map_err(|error| error.to_string())?,
+        };
+        let instance = self.runtime.take_up(id, dir).await.map_err(|error| error.to_string())?;
+        let (hello, reader, writer, ended) = converse(instance, &record.marker, TAKE_UP).await?;
+        let execution = hello.execution.map(Execution::taken_up);
+        let age = jiff::Timestamp::now().duration_since(record.created_at);
+        let age = Duration::try_from(age).unwrap_or_default();
+        self.drive(record, slot, Running { reader, writer, ended, execution }, age);
+        Ok(())
+    }
+
+    /// Ends or leaves all sandboxes, and waits for it as long as the settings allow.
+    pub(crate) async fn stop(&self, how: Stop) {
+        self.stopping.store(true, Ordering::Relaxed);
+        let handles: Vec<Handle> = self.lock().values().cloned().collect();
+        info!(sandboxes = handles.len(), ?how, "stopping");
+        for handle in handles {
+            // A driver that has ended already has nothing to be told.
+            let _ = handle.commands.try_send(Command::Stop(how));
+        }
+        self.drivers.close();
+        if tokio::time::timeout(self.settings.stop_grace, self.drivers.wait()).await.is_err() {
+            warn!("not everything ended in time; what is left is taken up by the next start");
+        }
+    }
+
+    fn dir(&self, id: SandboxId) -> PathBuf {
+        self.settings.data_dir.join("sandboxes").join(id.to_string())
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<SandboxId, Handle>> {
+        // A map is whole after each change.
+        self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+type Opened = (link::Hello, link::AgentReader, link::AgentWriter, sandboxer_runtime::Ended);
+
+struct Running {
+    reader: link::AgentReader,
+    writer: link::AgentWriter,
+    ended: sandboxer_runtime::Ended,
+    execution: Option<Execution>,
+}
+
+/// Opens the conversation, unless the sandbox ends first.
+async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Result<Opened, String> {
+    let ended = instance.ended.clone();
+    tokio::select! {
+        opened = link::open(instance, marker, within) => match opened {
+            Ok((hello, reader, writer)) => Ok((hello, reader, writer, ended)),
+            // The agent's end closes a moment before the runtime knows why.
+            Err(link::LinkError::Closed) => match tokio::time::timeout(Duration::from_secs(5), ended.wait()).await {
+                Ok(end) => Err(end.to_string()),
+                Err(_) => Err(link::LinkError::Closed.to_string()),
+            },
+            Err(error) => Err(error.to_string()),
+        },
+        end = ended.wait() => Err(end.to_string()),
+    }
+}
+
+fn prepare(launch: &Launch, record: &Record) -> io::Result<()> {
+    private_dir(&launch.dir)?;
+    record.write(&launch.dir)
+}
+
+fn private_dir(dir: &Path) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+fn remove_dir(dir: &Path) {
+    if let Err(error) = fs::remove_dir_all(dir) {
+        warn!(%error, dir = %dir.display(), "could not be removed; the next start of the server tries again");
+    }
+}
+
+/// A limit that was asked for and that this sandbox can't enforce.
+fn not_enforced(asked: &LimitsRequest, enforced: sandboxer_protocol::agent::Enforced) -> Option<&'static str> {
+    [
+        (asked.pids.is_some() && !enforced.pids, "pids"),
+        (asked.memory_mb.is_some() && !enforced.memory, "memory_mb"),
+        (asked.disk_mb.is_some() && !enforced.disk, "disk_mb"),
+    ]
+    .into_iter()
+    .find_map(|(missing, name)| missing.then_some(name))
+}
+
+fn new_token() -> String {
+    let bytes: [u8; 32] = rand::random();
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(crate) fn hash(secret: &str) -> String {
+    Sha256::digest(secret.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,82 @@
+//! What the server counts.
+
+use std::sync::atomic::AtomicI64;
+
+use prometheus_client::{
+    encoding::text::encode,
+    metrics::{
+        counter::Counter,
+        gauge::Gauge,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::Registry,
+};
+
+pub(crate) struct Metrics {
+    registry: Registry,
+    pub(crate) creates: Counter,
+    pub(crate) create_failures: Counter,
+    pub(crate) create_seconds: Histogram,
+    pub(crate) executions: Counter,
+    pub(crate) execution_seconds: Histogram,
+    pub(crate) live: Gauge<i64, AtomicI64>,
+    pub(crate) clients: Gauge<i64, AtomicI64>,
+    pub(crate) taken_up: Counter,
+    pub(crate) ended: Counter,
+}
+
+impl Metrics {
+    pub(crate) fn new() -> Self {
+        let buckets = || exponential_buckets(0.001, 2.0, 18);
+        let metrics = Self {
+            registry: Registry::with_prefix("sandboxer"),
+            creates: Counter::default(),
+            create_failures: Counter::default(),
+            create_seconds: Histogram::new(buckets()),
+            executions: Counter::default(),
+            execution_seconds: Histogram::new(buckets()),
+            live: Gauge::default(),
+            clients: Gauge::default(),
+            taken_up: Counter::default(),
+            ended: Counter::default(),
+        };
+        metrics.registered()
+    }
+
+    fn registered(mut self) -> Self {
+        let registry = &mut self.registry;
+        registry.register("creates", "Sandboxes asked for", self.creates.clone());
+        registry.register("create_failures", "Sandboxes that could not be made", self.create_failures.clone());
+        registry.register("create_seconds", "From the request to the running sandbox", self.create_seconds.clone());
+        registry.register("executions", "Executions asked for", self.executions.clone());
+        registry.register("execution_seconds", "From the request to the end of the program", self.execution_seconds.clone());
+        registry.register("live_sandboxes", "Sandboxes that run here now", self.live.clone());
+        registry.register("clients", "WebSocket connections now", self.clients.clone());
+        registry.register("taken_up", "Sandboxes taken up from an earlier server process", self.taken_up.clone());
+        registry.register("ended", "Sandboxes that ended here", self.ended.clone());
+        self
+    }
+
+    /// Counts a client for as long as what this returns is kept.
+    pub(crate) fn client(&self) -> Counted {
+        self.clients.inc();
+        Counted(self.clients.clone())
+    }
+
+    /// In the text format of Prometheus.
+    pub(crate) fn text(&self) -> String {
+        let mut text = String::new();
+        // Writing into a string can't fail.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+}
+
+/// One more, until it is dropped.
+pub(crate) struct Counted(Gauge<i64, AtomicI64>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}

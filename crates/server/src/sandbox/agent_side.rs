@@ -1,0 +1,181 @@
+//! What the driver does with frames of the agent.
+
+use sandboxer_protocol::{
+    agent::{FromAgent, FromAgentFrame, PerStream, StdinRefusal},
+    client::{ErrorCode, ErrorEvent, OffsetsEvent, Resumed, ServerEvent, Status, StdinAck},
+};
+use sandboxer_runtime::End;
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use super::{
+    client::Outgoing,
+    driver::{Driver, END_EXPLAINED, Outcome},
+    execution::State,
+    link::LinkError,
+};
+
+impl Driver {
+    pub(super) fn on_frame(&mut self, frame: Result<FromAgentFrame, LinkError>) -> Option<Outcome> {
+        let problem = match frame {
+            Ok(FromAgentFrame::Control(message)) => {
+                self.on_control(message);
+                return None;
+            }
+            Ok(FromAgentFrame::Output { number, stream, offset, data }) => {
+                let Some(client) = &mut self.client else { return None };
+                let Some(delivery) = client.delivery.as_mut().filter(|delivery| delivery.number == number) else { return None };
+                match delivery.output(stream, offset, data) {
+                    Ok(piece) => {
+                        if let (Some(piece), Some(execution)) = (piece, &mut self.execution) {
+                            let shown = execution.shown.get_mut(stream);
+                            *shown = (*shown).max(piece.end);
+                            client.outbox.push(Outgoing::Output(piece));
+                        }
+                        self.try_finish();
+                        return None;
+                    }
+                    Err(violation) => violation.to_string(),
+                }
+            }
+            Err(LinkError::Closed) => {
+                self.link_closed = Some(Instant::now() + END_EXPLAINED);
+                return None;
+            }
+            Err(error) => error.to_string(),
+        };
+        warn!(problem, "the agent broke its protocol");
+        Some(Outcome::Died(End::Failed(format!("the agent broke its protocol: {problem}"))))
+    }
+
+    fn on_control(&mut self, message: FromAgent) {
+        match message {
+            FromAgent::Started { number, .. } => {
+                let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
+                if matches!(execution.state, State::Asked) {
+                    execution.state = State::Running;
+                    let update = execution.update(Status::ExecutionRunning);
+                    if let Some(client) = &mut self.client {
+                        client.outbox.event(ServerEvent::StatusUpdate(update));
+                    }
+                }
+            }
+            FromAgent::StartFailed { number, message } => self.on_start_failed(number, &message),
+            FromAgent::Exited { number, exit } => {
+                let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number && execution.is_live()) else {
+                    return;
+                };
+                self.metrics.execution_seconds.observe(execution.asked_at.elapsed().as_secs_f64());
+                info!(execution = %execution.id, code = exit.code, signal = exit.signal, "execution ended");
+                execution.state = State::Ended(exit);
+                self.kill_deadline = None;
+                self.try_finish();
+            }
+            FromAgent::Resumed { number, from, stdin_offset, .. } => self.on_resumed(number, from, stdin_offset),
+            FromAgent::StdinAck { number, offset } => {
+                let Some(execution) = self.execution.as_ref().filter(|execution| execution.number == number && execution.stdin_acks) else {
+                    return;
+                };
+                let ack = StdinAck { offset, execution_id: Some((*execution.id).clone()) };
+                if let Some(client) = &mut self.client {
+                    client.outbox.event(ServerEvent::StdinAck(ack));
+                }
+            }
+            FromAgent::StdinRefused { number, offset, reason } => self.on_stdin_refused(number, offset, reason),
+            FromAgent::MemoryKill { command, resident_bytes } => {
+                let mib = resident_bytes / (1024 * 1024);
+                info!(command, mib, "a process was killed because memory ran out");
+                let command: String = command.chars().take(64).collect();
+                let message =
+                    format!("The sandbox came near its memory limit: its largest process, {command:?} with {mib} MiB, was killed.");
+                self.to_client_error(ErrorCode::OutOfMemory, message);
+            }
+            FromAgent::NamespaceRestarted => {
+                info!("the guest ended its own namespace");
+                let message = "Every process of the sandbox was killed from inside. Its files are kept, and it goes on.";
+                self.to_client_error(ErrorCode::ProcessesLost, message);
+            }
+            FromAgent::Pong { .. } => {}
+            FromAgent::HelloReply { .. } => debug!("an answer to an opening that nobody made"),
+        }
+    }
+
+    fn on_start_failed(&mut self, number: u64, message: &str) {
+        if !self.execution.as_ref().is_some_and(|execution| execution.number == number && matches!(execution.state, State::Asked)) {
+            return;
+        }
+        self.execution = None;
+        self.kill_deadline = None;
+        let message: String = message.chars().take(1000).collect();
+        if let Some(client) = &mut self.client {
+            client.delivery = None;
+            client.outbox.failure(Status::ExecutionError, ErrorCode::StartFailed, format!("The program could not be started: {message}"));
+        }
+    }
+
+    fn on_resumed(&mut self, number: u64, from: PerStream<u64>, stdin_offset: u64) {
+        let (Some(execution), Some(client)) = (&mut self.execution, &mut self.client) else { return };
+        let Some(delivery) = client.delivery.as_mut().filter(|delivery| delivery.number == number) else { return };
+        if !delivery.answered(from) {
+            return;
+        }
+        let wanted = client.wanted.take();
+        if client.announce_resume {
+            client.announce_resume = false;
+            client.outbox.event(ServerEvent::Resumed(Resumed {
+                execution_id: Some((*execution.id).clone()),
+                running: Some(execution.is_live()),
+                stdout_offset: Some(from.stdout),
+                stderr_offset: Some(from.stderr),
+                stdin_offset: Some(stdin_offset),
+            }));
+        }
+        if wanted.is_some_and(|wanted| wanted.stdout < from.stdout || wanted.stderr < from.stderr) {
+            let mut error = ErrorEvent::new(
+                ErrorCode::OutputGone,
+                format!(
+                    "Output before byte {} of stdout and {} of stderr is no longer held. It goes on from there.",
+                    from.stdout, from.stderr
+                ),
+            );
+            error.available_from = Some(OffsetsEvent { stdout_offset: from.stdout, stderr_offset: from.stderr });
+            client.outbox.event(ServerEvent::Error(error));
+        }
+        self.try_finish();
+    }
+
+    fn on_stdin_refused(&mut self, number: u64, offset: u64, reason: StdinRefusal) {
+        let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
+        execution.stdin_next = execution.stdin_next.min(offset);
+        let (code, message) = match reason {
+            StdinRefusal::Full => {
+                (ErrorCode::StdinFull, "The program has not read its input, and no more of it is held. Send it again later.")
+            }
+            StdinRefusal::Closed => (ErrorCode::StdinClosed, "The program's input is at its end."),
+            StdinRefusal::Gap => {
+                (ErrorCode::StdinGap, "Input before this piece is missing. Send it again from the last acknowledged offset.")
+            }
+        };
+        if let Some(client) = &mut self.client {
+            client.outbox.failure(Status::StdinError, code, message);
+        }
+    }
+
+    /// Once all output of an ended execution is on its way, tells its end, and then takes the request that waited for it.
+    pub(super) fn try_finish(&mut self) {
+        let (Some(execution), Some(client)) = (&mut self.execution, &mut self.client) else { return };
+        let Some(exit) = execution.exit() else { return };
+        let Some(delivery) = client.delivery.as_mut().filter(|delivery| delivery.number == execution.number) else { return };
+        let Some(pieces) = delivery.finish(exit.end) else { return };
+        let events = delivery.end_due.then(|| execution.finale(exit));
+        delivery.end_due = false;
+        for piece in pieces {
+            let shown = execution.shown.get_mut(piece.stream);
+            *shown = (*shown).max(piece.end);
+            client.outbox.push(Outgoing::Output(piece));
+        }
+        if let Some(events) = events {
+            client.outbox.push(Outgoing::End(events));
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! The client that is attached to a sandbox, as its driver sees it: what comes from it, and what is on its way to it.
+//!
+//! Nothing here waits. Output on its way is bounded by the credit that the agent was given, and everything else by
+//! [`MAX_WAITING_EVENTS`]: beyond that the driver takes no more requests until the client reads.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use bytes::Bytes;
+use sandboxer_protocol::{
+    ExecutionId,
+    agent::Stream,
+    client::{BadRequest, CloseCode, Encoding, ErrorCode, ErrorEvent, Request, ServerEvent, Status},
+};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::DropGuard;
+
+/// Messages other than output that may wait for a client that does not read.
+pub(crate) const MAX_WAITING_EVENTS: usize = 64;
+/// What may wait between the driver and the socket.
+pub(crate) const OUTGOING_MESSAGES: usize = 8;
+/// Requests that may wait for the driver.
+pub(crate) const INCOMING_REQUESTS: usize = 8;
+
+/// What a connection hands to the driver.
+#[derive(Debug)]
+pub(crate) enum FromClient {
+    Request(Request),
+    Bad(BadRequest),
+    /// The server closed the connection and the client answered: it has read everything that was sent before.
+    ReadToTheEnd,
+}
+
+/// What the driver hands to a connection.
+#[derive(Debug)]
+pub(crate) enum Outgoing {
+    Event(ServerEvent),
+    Output(Piece),
+    /// What tells the end of an execution, behind all its output.
+    End(Vec<ServerEvent>),
+    Ping(Bytes),
+    Close(CloseCode),
+}
+
+/// A piece of output with its place in the stream.
+#[derive(Debug, Clone)]
+pub(crate) struct Piece {
+    pub(crate) execution: Arc<ExecutionId>,
+    pub(crate) stream: Stream,
+    pub(crate) encoding: Encoding,
+    pub(crate) data: Bytes,
+    pub(crate) offset: u64,
+    pub(crate) end: u64,
+}
+
+/// One connection's ends of its channels.
+pub(crate) struct ClientPort {
+    pub(crate) incoming: mpsc::Receiver<FromClient>,
+    /// The newest pong. Only the newest matters, so a flood of them takes no room.
+    pub(crate) pongs: watch::Receiver<Bytes>,
+    pub(crate) outgoing: mpsc::Sender<Outgoing>,
+    /// Dropped with the port: the connection then has a moment to write what it was handed, and is closed.
+    pub(crate) _closing: DropGuard,
+}
+
+/// Messages in the order in which the client gets them.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    queue: VecDeque<Outgoing>,
+    events: usize,
+}
+
+impl Outbox {
+    pub(crate) fn push(&mut self, message: Outgoing) {
+        self.events += usize::from(!matches!(message, Outgoing::Output(_)));
+        self.queue.push_back(message);
+    }
+
+    pub(crate) fn event(&mut self, event: impl Into<ServerEvent>) {
+        self.push(Outgoing::Event(event.into()));
+    }
+
+    pub(crate) fn error(&mut self, code: ErrorCode, message: impl Into<String>) {
+        self.event(ServerEvent::Error(ErrorEvent::new(code, message)));
+    }
+
+    /// An error status and the error that follows it.
+    pub(crate) fn failure(&mut self, status: Status, code: ErrorCode, message: impl Into<String>) {
+        let message = message.into();
+        self.event(ServerEvent::StatusUpdate(sandboxer_protocol::client::StatusUpdate::new(status).message(message.clone())));
+        self.error(code, message);
+    }
+
+    pub(crate) fn pop(&mut self) -> Option<Outgoing> {
+        let message = self.queue.pop_front()?;
+        self.events -= usize::from(!matches!(message, Outgoing::Output(_)));
+        Some(message)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.events >= MAX_WAITING_EVENTS
+    }
+
+    /// Takes back what was not handed out yet of an execution: it will be asked for anew.
+    pub(crate) fn take_back_output(&mut self) {
+        self.queue.retain(|message| !matches!(message, Outgoing::Output(_) | Outgoing::End(_)));
+        self.events = self.queue.len();
+    }
+}

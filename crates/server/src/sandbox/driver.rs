@@ -1,0 +1,632 @@
+//! The task that owns a sandbox. Nothing else changes its state.
+//!
+//! It waits for many things at once and never for one of them alone: frames from the agent, room in the FIFO to it, requests from the
+//! client, room in the way to it, commands of the server, deadlines, and the end of the sandbox.
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use sandboxer_protocol::{
+    SandboxId,
+    agent::{FromAgentFrame, PerStream, ToAgent},
+    client::{CloseCode, ErrorCode, Request, ServerEvent},
+    limits::MAX_FRAME_TO_AGENT_BYTES,
+};
+use sandboxer_runtime::{End, Ended, Runtime};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    time::{Instant, sleep_until, timeout},
+};
+use tracing::{debug, info, warn};
+
+use super::{
+    admission::Moment,
+    client::{ClientPort, FromClient, Outbox, Outgoing},
+    delivery::Delivery,
+    execution::Execution,
+    farewell,
+    link::{AgentReader, AgentWriter, LinkError},
+    record::Record,
+};
+use crate::metrics::Metrics;
+
+/// How long an attached client has to answer when another one knocks.
+const KNOCK: Duration = Duration::from_secs(2);
+/// How long a client may take to say where it goes on, counted from its pong.
+pub(crate) const GRACE: Duration = Duration::from_millis(250);
+/// How long its pong may take.
+pub(crate) const GRACE_AT_MOST: Duration = Duration::from_secs(5);
+/// How long the last messages may take on their way to a client.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// How long after the agent closed its end the runtime may take to say why.
+pub(super) const END_EXPLAINED: Duration = Duration::from_secs(5);
+/// How long the agent may take to report the end of what it was told to kill.
+pub(super) const KILL_ANSWERED: Duration = Duration::from_secs(15);
+/// Others that may knock while the attached client is asked for a sign of life.
+const MAX_KNOCKING: usize = 8;
+/// Beyond this no request is taken that could add to what waits for the agent.
+const MAX_AGENT_BACKLOG: usize = MAX_FRAME_TO_AGENT_BYTES;
+/// Under load, output between two pings.
+const PING_EVERY_BYTES: u64 = 512 * 1024;
+
+/// What the server may tell a driver.
+pub(crate) enum Command {
+    Attach { port: ClientPort, greeting: Vec<ServerEvent>, reply: oneshot::Sender<Attachment> },
+    Stop(Stop),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stop {
+    /// The server goes for good: the sandbox ends.
+    Drain,
+    /// The server comes back: the sandbox is left running.
+    Restart,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Attachment {
+    Attached,
+    InUse,
+}
+
+/// Why a driver ended.
+#[derive(Debug, Clone)]
+pub(crate) enum Outcome {
+    KilledByClient,
+    Idle(Duration),
+    Lifetime(Duration),
+    Died(End),
+    Drained,
+    LeftRunning,
+}
+
+/// A client that is attached.
+pub(super) struct Client {
+    pub(super) port: ClientPort,
+    pub(super) outbox: Outbox,
+    pub(super) delivery: Option<Delivery>,
+    pub(super) grace: Grace,
+    /// It asked where its output goes on, and waits for the answer.
+    pub(super) announce_resume: bool,
+    /// From where it wanted its output.
+    pub(super) wanted: Option<PerStream<u64>>,
+    /// What the ping that is on its way will acknowledge.
+    ping: Option<Pinged>,
+    last_ping: Pinged,
+    sign_of_life_wanted: bool,
+    /// It was told to go: nothing more is taken from it.
+    pub(super) leaving: bool,
+    /// Its connection takes nothing any longer; what it sent before may still be here.
+    deaf: bool,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Pinged {
+    number: u64,
+    upto: PerStream<u64>,
+    end: bool,
+}
+
+/// Whether a client that has just attached may still say where its output goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Grace {
+    Over,
+    UntilPong(Instant),
+    Until(Instant),
+}
+
+struct Knocking {
+    port: ClientPort,
+    greeting: Vec<ServerEvent>,
+    reply: oneshot::Sender<Attachment>,
+}
+
+pub(crate) struct Driver {
+    pub(super) id: SandboxId,
+    pub(super) dir: PathBuf,
+    pub(super) runtime: Arc<dyn Runtime>,
+    pub(super) record: Record,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) commands: mpsc::Receiver<Command>,
+    pub(super) reader: AgentReader,
+    pub(super) writer: AgentWriter,
+    pub(super) ended: Ended,
+    pub(super) execution: Option<Execution>,
+    pub(super) client: Option<Client>,
+    /// A request that waits for the end of the last execution to be told.
+    pub(super) waiting: Option<Request>,
+    pub(super) kill_deadline: Option<Instant>,
+    pub(super) next_number: u64,
+    knocking: Vec<Knocking>,
+    knock_deadline: Option<Instant>,
+    idle_since: Option<Instant>,
+    born: Instant,
+    max_lifetime: Option<Duration>,
+    /// The agent closed its end, and the runtime has until then to say why.
+    pub(super) link_closed: Option<Instant>,
+    on_end: OnEnd,
+}
+
+/// What a driver starts from.
+pub(crate) struct Start {
+    pub(crate) id: SandboxId,
+    pub(crate) dir: PathBuf,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) record: Record,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) commands: mpsc::Receiver<Command>,
+    pub(crate) reader: AgentReader,
+    pub(crate) writer: AgentWriter,
+    pub(crate) ended: Ended,
+    pub(crate) execution: Option<Execution>,
+    pub(crate) age: Duration,
+    pub(crate) max_lifetime: Option<Duration>,
+    /// Called when the sandbox is gone, before its client hears of it.
+    pub(crate) on_end: OnEnd,
+}
+
+pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
+
+enum Event {
+    Frame(Result<FromAgentFrame, LinkError>),
+    Flushed(std::io::Result<()>),
+    Command(Option<Command>),
+    Request(Option<FromClient>),
+    Pong(Bytes),
+    Handed,
+    Deaf,
+    Deadline,
+    Ended(End),
+}
+
+impl Driver {
+    pub(crate) fn new(start: Start) -> Self {
+        let Start { id, dir, runtime, record, metrics, commands, reader, writer, ended, execution, age, max_lifetime, on_end } = start;
+        let now = Instant::now();
+        Self {
+            id,
+            dir,
+            runtime,
+            record,
+            metrics,
+            commands,
+            reader,
+            writer,
+            ended,
+            execution,
+            client: None,
+            waiting: None,
+            kill_deadline: None,
+            next_number: 1,
+            knocking: Vec::new(),
+            knock_deadline: None,
+            idle_since: None,
+            born: now.checked_sub(age).unwrap_or(now),
+            max_lifetime,
+            link_closed: None,
+            on_end,
+        }
+    }
+
+    /// Runs until the sandbox is gone or left. When this returns, its processes are too, unless they were left running.
+    pub(crate) async fn run(mut self) -> Outcome {
+        loop {
+            self.note_idleness();
+            let event = self.next_event().await;
+            let outcome = match event {
+                Event::Frame(frame) => self.on_frame(frame),
+                Event::Flushed(result) => {
+                    if let Err(error) = result {
+                        debug!(%error, "the agent's FIFO can't be written; waiting for the end of the sandbox");
+                        self.link_closed.get_or_insert_with(|| Instant::now() + END_EXPLAINED);
+                    }
+                    None
+                }
+                Event::Command(Some(Command::Attach { port, greeting, reply })) => {
+                    self.on_attach(Knocking { port, greeting, reply });
+                    None
+                }
+                Event::Command(Some(Command::Stop(Stop::Drain)) | None) => Some(Outcome::Drained),
+                Event::Command(Some(Command::Stop(Stop::Restart))) => Some(Outcome::LeftRunning),
+                Event::Request(Some(from_client)) => self.on_client(from_client),
+                Event::Request(None) => {
+                    self.on_client_gone();
+                    None
+                }
+                Event::Pong(payload) => {
+                    self.on_pong(&payload);
+                    None
+                }
+                Event::Handed => None,
+                Event::Deaf => {
+                    self.on_deaf();
+                    None
+                }
+                Event::Deadline => self.on_deadline(),
+                Event::Ended(end) => Some(Outcome::Died(end)),
+            };
+            let outcome = outcome.or_else(|| if self.moment() == Moment::Finishing { None } else { self.take_waiting() });
+            if let Some(outcome) = outcome {
+                return self.finish(outcome).await;
+            }
+        }
+    }
+
+    async fn next_event(&mut self) -> Event {
+        let deadline = self.next_deadline();
+        let link_open = self.link_closed.is_none();
+        let crowded = self.client.as_ref().is_some_and(|client| client.outbox.is_full());
+        let agent_crowded = self.writer.backlog() >= MAX_AGENT_BACKLOG;
+        let may_take = self.waiting.is_none() && !agent_crowded;
+        let ping = self.ping_due();
+        let client = &mut self.client;
+        let (mut incoming, mut pongs, mut outgoing) = (None, None, None);
+        if let Some(Client { port, outbox, leaving, deaf, .. }) = client.as_mut() {
+            if *leaving || may_take && (*deaf || !crowded) {
+                incoming = Some(&mut port.incoming);
+            }
+            pongs = Some(&mut port.pongs);
+            if !*deaf && (!outbox.is_empty() || ping.is_some()) {
+                outgoing = Some(&port.outgoing);
+            }
+        }
+        let permit = tokio::select! {
+            frame = self.reader.next(), if link_open && !crowded => return Event::Frame(frame),
+            result = self.writer.flush_some(), if link_open && self.writer.has_pending() => return Event::Flushed(result),
+            command = self.commands.recv() => return Event::Command(command),
+            request = receive(incoming) => return Event::Request(request),
+            pong = changed(pongs) => return Event::Pong(pong),
+            permit = reserve(outgoing) => permit,
+            () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => return Event::Deadline,
+            end = self.ended.wait() => return Event::Ended(end),
+        };
+        let Some(permit) = permit else { return Event::Deaf };
+        self.hand_out(permit, ping);
+        Event::Handed
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        let idle = self.idle_since.and_then(|since| Some(since + self.record.config.idle_timeout?));
+        let lifetime = self.max_lifetime.map(|lifetime| self.born + lifetime);
+        let execution = self.execution.as_ref().filter(|execution| execution.is_live()).and_then(|execution| execution.deadline);
+        let grace = self.client.as_ref().and_then(|client| match client.grace {
+            Grace::Over => None,
+            Grace::UntilPong(at) | Grace::Until(at) => Some(at),
+        });
+        [idle, lifetime, execution, grace, self.knock_deadline, self.kill_deadline, self.link_closed].into_iter().flatten().min()
+    }
+
+    fn on_deadline(&mut self) -> Option<Outcome> {
+        let now = Instant::now();
+        let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
+        if let Some(lifetime) = self.max_lifetime
+            && due(Some(self.born + lifetime))
+        {
+            return Some(Outcome::Lifetime(lifetime));
+        }
+        if let (Some(since), Some(idle)) = (self.idle_since, self.record.config.idle_timeout)
+            && due(Some(since + idle))
+        {
+            return Some(Outcome::Idle(idle));
+        }
+        if due(self.link_closed) {
+            return Some(Outcome::Died(End::Failed("the agent closed its end of the conversation".to_owned())));
+        }
+        if due(self.kill_deadline) {
+            return Some(Outcome::Died(End::Failed("the agent did not end the processes it was told to kill".to_owned())));
+        }
+        if due(self.knock_deadline) {
+            info!("the attached client gave no sign of life; the next one takes its place");
+            self.on_client_gone();
+        }
+        if let Some(execution) = self.execution.as_mut()
+            && execution.is_live()
+            && due(execution.deadline)
+        {
+            execution.deadline = None;
+            execution.timed_out = true;
+            self.kill_execution();
+        }
+        if let Some(Client { grace: Grace::UntilPong(at) | Grace::Until(at), .. }) = &self.client
+            && due(Some(*at))
+        {
+            self.resume(None);
+        }
+        None
+    }
+
+    /// With a client attached or a program running a sandbox is never idle.
+    fn note_idleness(&mut self) {
+        let busy = self.client.is_some() || self.execution.as_ref().is_some_and(Execution::is_live);
+        match (busy, self.idle_since) {
+            (true, _) => self.idle_since = None,
+            (false, None) => self.idle_since = Some(Instant::now()),
+            (false, Some(_)) => {}
+        }
+    }
+
+    pub(super) fn moment(&self) -> Moment {
+        match &self.execution {
+            None => Moment::Idle,
+            Some(execution) if execution.is_live() => Moment::Executing,
+            Some(_) => {
+                let unfinished = self.client.as_ref().and_then(|client| client.delivery.as_ref()).is_some_and(|delivery| delivery.end_due);
+                if unfinished { Moment::Finishing } else { Moment::Idle }
+            }
+        }
+    }
+
+    fn on_attach(&mut self, newcomer: Knocking) {
+        match &mut self.client {
+            Some(client) if !client.leaving && !client.port.outgoing.is_closed() => {
+                if self.knocking.len() >= MAX_KNOCKING {
+                    // Nobody waits for an answer any longer if this fails.
+                    let _ = newcomer.reply.send(Attachment::InUse);
+                    return;
+                }
+                client.sign_of_life_wanted = true;
+                self.knocking.push(newcomer);
+                self.knock_deadline.get_or_insert_with(|| Instant::now() + KNOCK);
+            }
+            Some(_) => {
+                self.knocking.push(newcomer);
+                self.on_client_gone();
+            }
+            None => self.attach(newcomer),
+        }
+    }
+
+    fn attach(&mut self, newcomer: Knocking) {
+        let Knocking { port, greeting, reply } = newcomer;
+        if reply.send(Attachment::Attached).is_err() {
+            return;
+        }
+        let mut outbox = Outbox::default();
+        for event in greeting {
+            outbox.event(event);
+        }
+        let mut grace = Grace::Over;
+        if self.execution.as_ref().is_some_and(Execution::has_news) {
+            grace = Grace::UntilPong(Instant::now() + GRACE_AT_MOST);
+            outbox.push(Outgoing::Ping(Bytes::from_static(b"attached")));
+        }
+        self.client = Some(Client {
+            port,
+            outbox,
+            delivery: None,
+            grace,
+            announce_resume: false,
+            wanted: None,
+            ping: None,
+            last_ping: Pinged::default(),
+            sign_of_life_wanted: false,
+            leaving: false,
+            deaf: false,
+        });
+        debug!("a client is attached");
+    }
+
+    fn on_client_gone(&mut self) {
+        self.knock_deadline = None;
+        self.waiting = None;
+        if let Some(client) = self.client.take() {
+            debug!("the client is gone");
+            if client.delivery.is_some()
+                && let Some(execution) = &self.execution
+            {
+                self.writer.control(&ToAgent::Pause { number: execution.number });
+            }
+        }
+        while self.client.is_none() && !self.knocking.is_empty() {
+            let next = self.knocking.remove(0);
+            self.attach(next);
+        }
+        self.turn_away();
+    }
+
+    /// The connection takes nothing any longer. What the client sent before it went is still carried out, except what waits for it to
+    /// read.
+    fn on_deaf(&mut self) {
+        if self.waiting.is_some() {
+            self.on_client_gone();
+        } else if let Some(client) = &mut self.client {
+            client.deaf = true;
+        }
+    }
+
+    /// The attached client lives: whoever knocked is told so.
+    pub(super) fn turn_away(&mut self) {
+        self.knock_deadline = None;
+        for knocking in self.knocking.drain(..) {
+            let _ = knocking.reply.send(Attachment::InUse);
+        }
+    }
+
+    fn on_pong(&mut self, payload: &[u8]) {
+        self.turn_away();
+        let Some(client) = &mut self.client else { return };
+        if let Grace::UntilPong(_) = client.grace {
+            client.grace = Grace::Until(Instant::now() + GRACE);
+        }
+        let Some(pinged) = client.ping.filter(|pinged| pinged.payload() == payload) else { return };
+        client.ping = None;
+        self.acknowledge(pinged.number, pinged.upto, pinged.end);
+    }
+
+    /// A client has this much of an execution for sure.
+    pub(super) fn acknowledge(&mut self, number: u64, upto: PerStream<u64>, end: bool) {
+        let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
+        execution.end_acknowledged |= end;
+        if execution.acknowledge(upto) {
+            let upto = execution.acknowledged;
+            self.writer.control(&ToAgent::Ack { number, upto });
+        }
+    }
+
+    /// A ping that should go out now: right behind output, one at a time.
+    fn ping_due(&self) -> Option<Pinged> {
+        let client = self.client.as_ref().filter(|client| !client.leaving)?;
+        if client.ping.is_some() {
+            return None;
+        }
+        let last = client.last_ping;
+        let now = match &client.delivery {
+            Some(delivery) if delivery.is_answered() => {
+                Pinged { number: delivery.number, upto: delivery.handed(), end: delivery.end_handed }
+            }
+            _ => last,
+        };
+        let fresh = |now: u64, last: u64| if last > now { now } else { now - last };
+        let bytes = fresh(now.upto.stdout, last.upto.stdout) + fresh(now.upto.stderr, last.upto.stderr);
+        let due = now != last && (client.outbox.is_empty() || bytes >= PING_EVERY_BYTES);
+        (due || client.sign_of_life_wanted).then_some(now)
+    }
+
+    fn hand_out(&mut self, permit: mpsc::OwnedPermit<Outgoing>, ping: Option<Pinged>) {
+        let Some(client) = &mut self.client else { return };
+        if let Some(ping) = ping {
+            client.ping = Some(ping);
+            client.last_ping = ping;
+            client.sign_of_life_wanted = false;
+            permit.send(Outgoing::Ping(ping.payload()));
+            return;
+        }
+        let Some(message) = client.outbox.pop() else { return };
+        match (&message, &mut client.delivery) {
+            (Outgoing::Output(piece), Some(delivery)) => {
+                if delivery.hand(piece) {
+                    self.writer.control(&ToAgent::Credit { number: delivery.number, upto: delivery.granted() });
+                }
+            }
+            (Outgoing::End(_), Some(delivery)) => delivery.end_handed = true,
+            _ => {}
+        }
+        permit.send(message);
+    }
+
+    /// Says the last words to the client and ends the sandbox, or leaves it.
+    async fn finish(mut self, outcome: Outcome) -> Outcome {
+        info!(?outcome, "ending");
+        for knocking in self.knocking.drain(..) {
+            let _ = knocking.reply.send(Attachment::InUse);
+        }
+        let mut client = self.client.take();
+        if let Outcome::LeftRunning = outcome {
+            self.leave(client, farewell::after(&outcome)).await;
+            return outcome;
+        }
+        let told = tell(client.as_mut(), farewell::before(&outcome));
+        let ((), removed) = tokio::join!(told, self.runtime.remove(self.id, &self.dir));
+        if let Err(error) = removed {
+            warn!(%error, "the sandbox could not be removed whole; the next start of the server tries again");
+        }
+        (self.on_end)(&outcome);
+        tell(client.as_mut(), farewell::after(&outcome)).await;
+        outcome
+    }
+
+    /// The sandbox goes on without us. What the client read to its end need not be repeated by the next server.
+    async fn leave(&mut self, client: Option<Client>, last_words: Vec<Outgoing>) {
+        if let Some(mut client) = client {
+            let delivery = client.delivery.take();
+            for message in last_words {
+                client.outbox.push(message);
+            }
+            let mut handed = delivery.as_ref().map(Delivery::handed);
+            let mut end_handed = delivery.as_ref().is_some_and(|delivery| delivery.end_handed);
+            let until = Instant::now() + FAREWELL;
+            while let Some(message) = client.outbox.pop() {
+                match (&message, &mut handed) {
+                    (Outgoing::Output(piece), Some(handed)) => *handed.get_mut(piece.stream) = piece.end,
+                    (Outgoing::End(_), _) => end_handed = true,
+                    _ => {}
+                }
+                if !matches!(tokio::time::timeout_at(until, client.port.outgoing.send(message)).await, Ok(Ok(()))) {
+                    return;
+                }
+            }
+            let read = tokio::time::timeout_at(until, async {
+                while let Some(message) = client.port.incoming.recv().await {
+                    if matches!(message, FromClient::ReadToTheEnd) {
+                        return true;
+                    }
+                }
+                false
+            });
+            if let (Ok(true), Some(delivery), Some(handed)) = (read.await, delivery, handed) {
+                self.acknowledge(delivery.number, handed, end_handed);
+            }
+            if let Some(execution) = &self.execution {
+                self.writer.control(&ToAgent::Pause { number: execution.number });
+            }
+        }
+        let flushed = timeout(FAREWELL, async {
+            while self.writer.has_pending() {
+                if self.writer.flush_some().await.is_err() {
+                    break;
+                }
+            }
+        });
+        // What was not written is asked for again by the next server: nothing is lost by it.
+        let _ = flushed.await;
+    }
+
+    pub(super) fn close_client(&mut self, code: CloseCode) {
+        if let Some(client) = &mut self.client {
+            client.outbox.push(Outgoing::Close(code));
+            client.leaving = true;
+        }
+    }
+
+    pub(super) fn to_client_error(&mut self, code: ErrorCode, message: impl Into<String>) {
+        if let Some(client) = &mut self.client {
+            client.outbox.error(code, message);
+        }
+    }
+}
+
+impl Pinged {
+    /// At most 125 bytes, as a ping may carry.
+    fn payload(&self) -> Bytes {
+        let Self { number, upto: PerStream { stdout, stderr }, end } = self;
+        Bytes::from(format!("{number} {stdout} {stderr} {}", u8::from(*end)))
+    }
+}
+
+/// Puts the last messages on their way, as far as the client reads.
+async fn tell(client: Option<&mut Client>, last: Vec<Outgoing>) {
+    let Some(client) = client else { return };
+    for message in last {
+        client.outbox.push(message);
+    }
+    let until = Instant::now() + FAREWELL;
+    while let Some(message) = client.outbox.pop() {
+        if !matches!(tokio::time::timeout_at(until, client.port.outgoing.send(message)).await, Ok(Ok(()))) {
+            break;
+        }
+    }
+}
+
+async fn receive(from: Option<&mut mpsc::Receiver<FromClient>>) -> Option<FromClient> {
+    match from {
+        Some(from) => from.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn changed(pongs: Option<&mut watch::Receiver<Bytes>>) -> Bytes {
+    if let Some(pongs) = pongs
+        && pongs.changed().await.is_ok()
+    {
+        return pongs.borrow_and_update().clone();
+    }
+    // No connection, or one that has ended: that is heard of elsewhere.
+    std::future::pending().await
+}
+
+async fn reserve(outgoing: Option<&mpsc::Sender<Outgoing>>) -> Option<mpsc::OwnedPermit<Outgoing>> {
+    match outgoing {
+        Some(outgoing) => outgoing.clone().reserve_owned().await.ok(),
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,368 @@
+//! What the driver does with requests of the client.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use sandboxer_protocol::{
+    ExecutionId,
+    agent::{ExecSpec, Language, PerStream, TerminalSize, ToAgent},
+    client::{About, BadRequest, CloseCode, ErrorCode, ExecuteRequest, OffsetsRequest, Request, Resumed, ServerEvent, Status},
+    limits::{MAX_STDIN_PIECE_BYTES, OUTPUT_CREDIT_BYTES},
+};
+use tokio::time::Instant;
+use tracing::info;
+
+use super::{
+    admission::{Kind, Refusal, Verdict, admit},
+    client::FromClient,
+    delivery::Delivery,
+    driver::{Driver, Grace, KILL_ANSWERED, Outcome},
+    execution::{Execution, Note},
+};
+
+/// What every program finds in its environment, unless the client says otherwise.
+const ENVIRONMENT: [(&str, &str); 6] = [
+    ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+    ("HOME", "/root"),
+    ("USER", "root"),
+    ("LOGNAME", "root"),
+    ("SHELL", "/bin/bash"),
+    ("LANG", "C.UTF-8"),
+];
+const HOME: &str = "/root";
+
+impl Driver {
+    pub(super) fn on_client(&mut self, from_client: FromClient) -> Option<Outcome> {
+        if self.client.as_ref().is_none_or(|client| client.leaving) {
+            return None;
+        }
+        self.turn_away();
+        match from_client {
+            FromClient::Request(request) => self.on_request(request),
+            FromClient::Bad(bad) => {
+                self.end_grace();
+                self.on_bad_request(&bad);
+                None
+            }
+            FromClient::ReadToTheEnd => None,
+        }
+    }
+
+    fn on_bad_request(&mut self, bad: &BadRequest) {
+        let Some(client) = &mut self.client else { return };
+        match bad.about {
+            About::Execution => client.outbox.failure(Status::ExecutionError, bad.code, bad.message.clone()),
+            About::Configuration => client.outbox.error(ErrorCode::LateConfiguration, late_configuration()),
+            About::Other => client.outbox.error(bad.code, bad.message.clone()),
+        }
+    }
+
+    /// Takes the request that waited for the end of an execution to be told, if that is so now.
+    pub(super) fn take_waiting(&mut self) -> Option<Outcome> {
+        match self.waiting.take() {
+            Some(request) => self.on_request(request),
+            None => None,
+        }
+    }
+
+    fn on_request(&mut self, request: Request) -> Option<Outcome> {
+        if let Request::Reconnect(offsets) = request {
+            self.reconnect(offsets);
+            return None;
+        }
+        if let Request::Execute(execute) = &request
+            && let Some(id) = &execute.execution_id
+            && self.execution.as_ref().is_some_and(|execution| *execution.id == *id)
+        {
+            self.repeat_request();
+            return None;
+        }
+        self.end_grace();
+        match admit(self.moment(), Kind::of(&request)) {
+            Verdict::Go => self.carry_out(request),
+            Verdict::Wait => {
+                self.waiting = Some(request);
+                None
+            }
+            Verdict::Refuse(refusal) => {
+                self.refuse(refusal, &request);
+                None
+            }
+        }
+    }
+
+    fn refuse(&mut self, refusal: Refusal, request: &Request) {
+        let Some(client) = &mut self.client else { return };
+        let outbox = &mut client.outbox;
+        match refusal {
+            Refusal::LateConfiguration => outbox.error(ErrorCode::LateConfiguration, late_configuration()),
+            Refusal::ExecutionInProgress => {
+                let message = "An execution is in progress. Wait for SANDBOX_EXECUTION_DONE, or end it with {\"action\":\"kill_process\"}.";
+                outbox.failure(Status::ExecutionError, ErrorCode::ExecutionInProgress, message);
+            }
+            Refusal::NothingRunning => match request {
+                Request::Stdin { .. } | Request::StdinEof { .. } => {
+                    outbox.failure(Status::StdinError, ErrorCode::NothingRunning, "Nothing runs that could take this input.");
+                }
+                _ => outbox.error(ErrorCode::NothingRunning, "Nothing runs that this could be sent to."),
+            },
+            Refusal::CheckpointDuringExecution => {
+                outbox.event(Status::Checkpointing);
+                let message = "Cannot checkpoint while an execution is in progress.";
+                outbox.failure(Status::ExecutionInProgressError, ErrorCode::ExecutionInProgress, message);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, request: Request) -> Option<Outcome> {
+        match request {
+            Request::Execute(execute) => self.execute(*execute),
+            Request::Stdin { data, offset } => self.stdin(data, offset),
+            Request::StdinEof { offset } => {
+                if let Some(execution) = &self.execution {
+                    let offset = offset.unwrap_or(execution.stdin_next);
+                    self.writer.control(&ToAgent::StdinEof { number: execution.number, offset });
+                }
+            }
+            Request::Resize { rows, cols } => {
+                if let Some(execution) = &self.execution {
+                    self.writer.control(&ToAgent::Resize { number: execution.number, size: TerminalSize { rows, cols } });
+                }
+            }
+            Request::Signal { signal } => {
+                if let Some(execution) = &self.execution {
+                    self.writer.control(&ToAgent::Signal { number: execution.number, signal });
+                }
+            }
+            Request::KillProcess => self.kill_process(),
+            Request::KillSandbox => return Some(Outcome::KilledByClient),
+            Request::Ack(offsets) => self.ack(&offsets),
+            // Decided before it comes here.
+            Request::Reconnect(_) | Request::Configure(_) => {}
+            Request::Checkpoint { .. } => {
+                self.tell(Status::Checkpointing);
+                self.fail(Status::CheckpointError, ErrorCode::CheckpointNotConfigured, NO_CHECKPOINT_PATH);
+                self.close_client(CloseCode::Application);
+            }
+            Request::Snapshot { .. } => {
+                self.tell(Status::SnapshotCreating);
+                self.fail(Status::SnapshotError, ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH);
+            }
+            Request::Rollback(_) => {
+                self.tell(Status::Restoring);
+                self.fail(Status::RestoreError, ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH);
+            }
+            Request::SnapshotFilesystem { .. } => {
+                self.tell(Status::FilesystemSnapshotCreating);
+                let message = "This server keeps no filesystem snapshots.";
+                self.fail(Status::FilesystemSnapshotError, ErrorCode::FilesystemSnapshotsNotConfigured, message);
+            }
+        }
+        None
+    }
+
+    fn tell(&mut self, status: Status) {
+        if let Some(client) = &mut self.client {
+            client.outbox.event(status);
+        }
+    }
+
+    fn fail(&mut self, status: Status, code: ErrorCode, message: &str) {
+        if let Some(client) = &mut self.client {
+            client.outbox.failure(status, code, message);
+        }
+    }
+
+    fn execute(&mut self, request: ExecuteRequest) {
+        let Some(client) = &mut self.client else { return };
+        let language = match request.language.as_str() {
+            "python" => Language::Python,
+            "bash" => Language::Bash,
+            other => {
+                let other: String = other.chars().take(64).collect();
+                let message = format!("The language {other:?} is not supported. There are \"python\" and \"bash\".");
+                client.outbox.failure(Status::ExecutionUnsupportedLanguageError, ErrorCode::UnsupportedLanguage, message);
+                client.outbox.event(Status::ExecutionDone);
+                return;
+            }
+        };
+        let number = self.execution.as_ref().map_or(1, |execution| execution.number + 1).max(self.next_number);
+        self.next_number = number + 1;
+        let timeout = request.timeout.and_then(|timeout| timeout.nonzero());
+        let note = Note {
+            encoding: request.encoding.unwrap_or_default(),
+            timeout_ms: timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
+            deadline_unix_ms: timeout.map(|timeout| {
+                jiff::Timestamp::now().as_millisecond().saturating_add(i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX))
+            }),
+        };
+        let config = &self.record.config;
+        let mut env: BTreeMap<String, String> = ENVIRONMENT.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        env.extend(config.env.clone());
+        env.extend(request.env.unwrap_or_default());
+        let spec = ExecSpec {
+            number,
+            id: request.execution_id.unwrap_or_else(ExecutionId::random),
+            language,
+            env,
+            cwd: request.cwd.or_else(|| config.cwd.clone()).unwrap_or_else(|| HOME.to_owned()),
+            stdin: request.stdin.unwrap_or(true),
+            tty: request.tty.map(|tty| TerminalSize { rows: tty.rows, cols: tty.cols }),
+            detached_output: config.detached_output,
+            // A struct of plain fields: writing it can't fail.
+            note: serde_json::to_string(&note).unwrap_or_default(),
+        };
+        info!(execution = %spec.id, ?language, "execution asked for");
+        let execution = Execution::new(number, spec.id.clone(), note, timeout);
+        let delivery = Delivery::from_the_start(number, execution.id.clone(), execution.note.encoding);
+        self.writer.exec(&spec, request.code.as_bytes());
+        self.writer.control(&ToAgent::Credit { number, upto: delivery.granted() });
+        client.delivery = Some(delivery);
+        self.execution = Some(execution);
+        self.metrics.executions.inc();
+    }
+
+    fn stdin(&mut self, data: Bytes, offset: Option<u64>) {
+        let Some(execution) = &mut self.execution else { return };
+        execution.stdin_acks |= offset.is_some();
+        let mut at = offset.unwrap_or(execution.stdin_next);
+        let mut rest = data;
+        // An empty piece with an offset asks how far input was taken: it is sent on like any other.
+        loop {
+            let piece = rest.split_to(rest.len().min(MAX_STDIN_PIECE_BYTES));
+            self.writer.stdin(execution.number, at, &piece);
+            at = at.saturating_add(piece.len() as u64);
+            if rest.is_empty() {
+                break;
+            }
+        }
+        execution.stdin_next = execution.stdin_next.max(at);
+    }
+
+    fn kill_process(&mut self) {
+        match &mut self.execution {
+            Some(execution) if execution.is_live() => {
+                execution.force_killed = true;
+                self.kill_execution();
+            }
+            Some(execution)
+                if self.client.as_ref().and_then(|client| client.delivery.as_ref()).is_some_and(|delivery| delivery.end_due) =>
+            {
+                execution.force_killed = true;
+            }
+            _ => self.tell(Status::ExecutionForceKilled),
+        }
+    }
+
+    pub(super) fn kill_execution(&mut self) {
+        if let Some(execution) = &self.execution {
+            self.writer.control(&ToAgent::Kill { number: execution.number });
+            self.kill_deadline.get_or_insert_with(|| Instant::now() + KILL_ANSWERED);
+        }
+    }
+
+    fn ack(&mut self, offsets: &OffsetsRequest) {
+        let Some(execution) = self.known_execution(offsets) else { return };
+        let upto = PerStream { stdout: offsets.stdout_offset.unwrap_or(0), stderr: offsets.stderr_offset.unwrap_or(0) };
+        let (number, shown) = (execution.number, execution.shown);
+        if beyond(upto, shown) {
+            self.to_client_error(ErrorCode::InvalidField, future_offset(shown));
+            return;
+        }
+        self.acknowledge(number, upto, false);
+    }
+
+    /// The execution that a client means, or an error to it. None also: nothing was ever run.
+    fn known_execution(&mut self, offsets: &OffsetsRequest) -> Option<&Execution> {
+        let id = offsets.execution_id.as_ref();
+        let known = self.execution.as_ref().is_some_and(|execution| id.is_none_or(|id| *execution.id == *id));
+        if !known && let Some(id) = id {
+            let message = format!("The execution {id} is neither the running nor the last one of this sandbox.");
+            self.to_client_error(ErrorCode::UnknownExecution, message);
+        }
+        self.execution.as_ref().filter(|_| known)
+    }
+
+    fn reconnect(&mut self, offsets: OffsetsRequest) {
+        if self.execution.is_none() && offsets.execution_id.is_none() {
+            if let Some(client) = &mut self.client {
+                client.grace = Grace::Over;
+                let (execution_id, running, stdout_offset, stderr_offset, stdin_offset) = (None, None, None, None, None);
+                client.outbox.event(ServerEvent::Resumed(Resumed { execution_id, running, stdout_offset, stderr_offset, stdin_offset }));
+            }
+            return;
+        }
+        if self.known_execution(&offsets).is_none() {
+            self.end_grace();
+            return;
+        }
+        self.resume(Some(offsets));
+    }
+
+    /// The client said something else first: it does not tell where it goes on.
+    fn end_grace(&mut self) {
+        if self.client.as_ref().is_some_and(|client| client.grace != Grace::Over) {
+            self.resume(None);
+        }
+    }
+
+    /// A request that was sent before: what it started is told again, and nothing runs twice.
+    fn repeat_request(&mut self) {
+        let Some(execution) = &self.execution else { return };
+        let update = execution.update(Status::ExecutionRunning);
+        let Some(client) = &mut self.client else { return };
+        client.outbox.event(ServerEvent::StatusUpdate(update));
+        match &client.delivery {
+            // It is being delivered on this very connection.
+            Some(delivery) if delivery.number == execution.number && delivery.end_due => client.grace = Grace::Over,
+            _ => {
+                self.resume(None);
+                if let Some(delivery) = self.client.as_mut().and_then(|client| client.delivery.as_mut()) {
+                    delivery.end_due = true;
+                }
+            }
+        }
+    }
+
+    /// Asks the agent to go on from where the client says, or from what is not yet acknowledged.
+    pub(super) fn resume(&mut self, offsets: Option<OffsetsRequest>) {
+        let (Some(execution), Some(client)) = (&self.execution, &mut self.client) else { return };
+        client.grace = Grace::Over;
+        let acknowledged = execution.acknowledged;
+        let mut from = acknowledged;
+        let mut end_due = !execution.end_acknowledged;
+        if let Some(offsets) = offsets {
+            client.announce_resume = true;
+            end_due |= offsets.execution_id.is_some() || offsets.stdout_offset.is_some() || offsets.stderr_offset.is_some();
+            from = PerStream {
+                stdout: offsets.stdout_offset.unwrap_or(acknowledged.stdout),
+                stderr: offsets.stderr_offset.unwrap_or(acknowledged.stderr),
+            };
+            if beyond(from, execution.shown) {
+                client.outbox.error(ErrorCode::InvalidField, future_offset(execution.shown));
+                from = acknowledged;
+            }
+        }
+        client.wanted = Some(from);
+        client.outbox.take_back_output();
+        match &mut client.delivery {
+            Some(delivery) if delivery.number == execution.number => delivery.ask_again(end_due),
+            delivery => *delivery = Some(Delivery::resuming(execution.number, execution.id.clone(), execution.note.encoding, end_due)),
+        }
+        self.writer.control(&ToAgent::Resume { number: execution.number, from, credit: OUTPUT_CREDIT_BYTES });
+    }
+}
+
+const NO_CHECKPOINT_PATH: &str = "This server keeps no checkpoints: it was started without a checkpoint path. The sandbox goes on.";
+
+fn beyond(offsets: PerStream<u64>, shown: PerStream<u64>) -> bool {
+    offsets.stdout > shown.stdout || offsets.stderr > shown.stderr
+}
+
+fn future_offset(shown: PerStream<u64>) -> String {
+    format!("An offset is beyond what was ever sent: stdout ends at {} and stderr at {} so far.", shown.stdout, shown.stderr)
+}
+
+fn late_configuration() -> String {
+    "The sandbox has been made: a configuration must be the first message of /create. Create another sandbox for it.".to_owned()
+}

@@ -1,0 +1,127 @@
+//! From start to stop.
+
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+
+use hyper::server::conn::http1;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
+use sandboxer_runtime::{HostLimits, Runtime};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::Semaphore,
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tracing::{debug, warn};
+
+use crate::{http, images::Images, manager::Manager, sandbox::driver::Stop, settings::Settings};
+
+/// How long a client may take to send its request.
+const HEADERS_WITHIN: Duration = Duration::from_secs(10);
+/// How long connections may take to close once the sandboxes have ended.
+const CONNECTIONS_GRACE: Duration = Duration::from_secs(3);
+/// Connections at once. Beyond this new ones wait in the kernel.
+const MAX_CONNECTIONS: usize = 10_000;
+/// How long to wait when the process has no descriptor left for another connection.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+
+/// What becomes of the sandboxes when the server stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StopHow {
+    /// They end.
+    Drain,
+    /// They are left running for the next start.
+    Restart,
+}
+
+pub struct Server {
+    manager: Arc<Manager>,
+    listener: TcpListener,
+    connections: TaskTracker,
+    closing: CancellationToken,
+}
+
+impl Server {
+    /// Binds the address and takes up the sandboxes that an earlier process left.
+    ///
+    /// # Errors
+    /// The address can't be bound, or the data directory not be used.
+    pub async fn start(settings: Settings, runtime: Arc<dyn Runtime>, images: Images, host: HostLimits) -> io::Result<Self> {
+        let listener = TcpListener::bind(settings.listen).await?;
+        let manager = Manager::open(settings, runtime, images, host)?;
+        manager.take_up_all().await;
+        Ok(Self { manager, listener, connections: TaskTracker::new(), closing: CancellationToken::new() })
+    }
+
+    /// # Errors
+    /// The socket does not know its address, which does not happen.
+    pub fn address(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+
+    /// Serves until `stop` says how to end, then ends.
+    pub async fn serve(self, stop: impl Future<Output = StopHow>) {
+        let router = http::router(Arc::clone(&self.manager));
+        let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let accepting = async {
+            loop {
+                // The semaphore is never closed.
+                let Ok(place) = Arc::clone(&places).acquire_owned().await else { break };
+                match self.listener.accept().await {
+                    Ok((stream, peer)) => {
+                        let router = router.clone();
+                        let closing = self.closing.clone();
+                        self.connections.spawn(async move {
+                            connection(stream, peer, router, closing).await;
+                            drop(place);
+                        });
+                    }
+                    Err(error) => {
+                        warn!(%error, "a connection could not be accepted");
+                        tokio::time::sleep(ACCEPT_AGAIN).await;
+                    }
+                }
+            }
+        };
+        let how = tokio::select! {
+            () = accepting => StopHow::Restart,
+            how = stop => how,
+        };
+        drop(self.listener);
+        let stop = match how {
+            StopHow::Drain => Stop::Drain,
+            StopHow::Restart => Stop::Restart,
+        };
+        self.manager.stop(stop).await;
+        self.closing.cancel();
+        self.connections.close();
+        if tokio::time::timeout(CONNECTIONS_GRACE, self.connections.wait()).await.is_err() {
+            debug!("some connections did not close in time");
+        }
+    }
+}
+
+async fn connection(stream: TcpStream, peer: SocketAddr, router: axum::Router, closing: CancellationToken) {
+    // Small messages must not wait for large ones.
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
+    let service = TowerToHyperService::new(router);
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADERS_WITHIN)
+        .serve_connection(TokioIo::new(stream), service)
+        .with_upgrades();
+    tokio::pin!(connection);
+    let served = tokio::select! {
+        served = &mut connection => served,
+        () = closing.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = served {
+        debug!(%peer, %error, "a connection ended badly");
+    }
+}

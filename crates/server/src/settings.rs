@@ -1,0 +1,50 @@
+//! What the server is told when it starts. Checked before anything is done, all faults together.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use sandboxer_protocol::limits::{MAX_CLIENT_MESSAGE_BYTES, OUTPUT_WINDOW_BYTES, STDIN_WINDOW_BYTES};
+
+use crate::{http::Access, limits::Limits};
+
+#[derive(Debug, Clone)]
+pub struct Settings {
+    pub listen: SocketAddr,
+    pub data_dir: PathBuf,
+    pub max_sandboxes: usize,
+    pub idle_timeout: Option<Duration>,
+    pub max_lifetime: Option<Duration>,
+    pub default_limits: Limits,
+    pub max_limits: Limits,
+    pub max_message_bytes: usize,
+    pub output_window_bytes: u64,
+    pub stdin_window_bytes: u64,
+    /// How long the agent of a new sandbox may take to answer.
+    pub start_timeout: Duration,
+    /// How long everything may take when the server stops.
+    pub stop_grace: Duration,
+    /// How long the reason is remembered for which a sandbox ended.
+    pub remember: Duration,
+    pub access: Access,
+}
+
+impl Settings {
+    #[must_use]
+    pub fn new(listen: SocketAddr, data_dir: PathBuf) -> Self {
+        Self {
+            listen,
+            data_dir,
+            max_sandboxes: 100,
+            idle_timeout: Some(Duration::from_secs(300)),
+            max_lifetime: None,
+            default_limits: Limits::default(),
+            max_limits: Limits { memory_mb: 8192, cpus: 64.0, pids: 4096, disk_mb: 8192 },
+            max_message_bytes: MAX_CLIENT_MESSAGE_BYTES,
+            output_window_bytes: OUTPUT_WINDOW_BYTES,
+            stdin_window_bytes: STDIN_WINDOW_BYTES,
+            start_timeout: Duration::from_secs(30),
+            stop_grace: Duration::from_secs(10),
+            remember: Duration::from_secs(3600),
+            access: Access::default(),
+        }
+    }
+}
