@@ -81,24 +81,14 @@ impl Groups {
         !members.is_empty()
     }
 
-    /// Removes the groups that are empty, but for one. Returns whether any process of the user is left.
-    pub(crate) fn tidy(&self, keep: Option<ExecutionNumber>) -> bool {
-        let Ok(entries) = fs::read_dir(user()) else { return false };
-        let kept = keep.map(|number| format!("exec-{number}"));
-        let mut populated = false;
-        for entry in entries.flatten() {
-            let name = entry.file_name();
-            if !name.to_string_lossy().starts_with("exec-") {
-                continue;
-            }
-            if kept.as_deref().is_some_and(|kept| name == kept) {
-                populated |= keep.is_some_and(|number| !self.members(number).is_empty());
-            } else {
+    /// Removes the groups that no process is in any more.
+    pub(crate) fn tidy(&self) {
+        for entry in fs::read_dir(user()).into_iter().flatten().flatten() {
+            if entry.file_name().to_string_lossy().starts_with("exec-") {
                 // Refused while a process is in it.
-                populated |= fs::remove_dir(entry.path()).is_err();
+                let _ = fs::remove_dir(entry.path());
             }
         }
-        populated
     }
 }
 

@@ -137,7 +137,7 @@ impl Execution {
         let output = self.output.get_mut(stream);
         let Some(source) = output.source.as_mut().filter(|_| output.readable) else { return false };
         if drop_oldest && output.window.is_paused() {
-            output.window.make_room(output.read_bytes);
+            output.window.make_room(output.read_bytes.min(sys::bytes_waiting(source.as_fd()).unwrap_or(0)));
         }
         if output.window.space() == 0 {
             return false;
@@ -276,3 +276,6 @@ fn read_into(source: &mut File, window: &mut Window, want: usize) -> io::Result<
     window.commit(count);
     Ok(count)
 }
+
+#[cfg(test)]
+mod tests;

@@ -139,12 +139,10 @@ fn prepare_and_execute(order: &Order<'_>) -> (Step, c_int) {
         {
             return (Step::Directory, errno());
         }
-        // The Rust runtime ignores SIGPIPE and this process blocks SIGCHLD; neither is the program's business.
-        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        // Which signals this process blocks is not the program's business.
         let mut none = std::mem::zeroed::<libc::sigset_t>();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, ptr::null_mut());
-        libc::umask(0o022);
         let mut error = libc::ENOENT;
         for program in &order.programs[..order.programs.len() - 1] {
             libc::execve(*program, order.arguments.as_ptr(), order.environment.as_ptr());
@@ -159,4 +157,64 @@ fn prepare_and_execute(order: &Order<'_>) -> (Step, c_int) {
 
 fn errno() -> c_int {
     io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, io::Read, os::fd::AsRawFd};
+
+    use super::*;
+    use crate::sys::{ChildEvent, Ended, next_child_event};
+
+    fn run(programs: &[&CStr], directory: &CStr) -> (Result<i32, SpawnError>, String) {
+        let null = File::open("/dev/null").unwrap();
+        let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+        let started = spawn(&Plan {
+            programs: &programs.iter().map(|program| (*program).to_owned()).collect::<Vec<_>>(),
+            arguments: &[
+                c"sh".to_owned(),
+                c"-c".to_owned(),
+                c"echo $A; pwd; test -e /proc/self/fd/$OURS || echo closed; exit 3".to_owned(),
+            ],
+            environment: &[
+                c"A=b".to_owned(),
+                CString::new(format!("OURS={}", read.as_raw_fd())).unwrap(),
+                c"PATH=/usr/bin:/bin".to_owned(),
+            ],
+            directory: Some(directory),
+            standard: [null.as_raw_fd(), write.as_raw_fd(), write.as_raw_fd()],
+            session: true,
+            terminal: false,
+            group: None,
+            namespaces: 0,
+            extra: None,
+        });
+        drop(write);
+        let mut output = String::new();
+        File::from(read).read_to_string(&mut output).unwrap();
+        (started, output)
+    }
+
+    // One test, since all of it waits for any child of this process.
+    #[test]
+    fn a_program_gets_what_the_plan_says_and_nothing_else_and_failures_name_their_step() {
+        let (started, output) = run(&[c"/nowhere/sh", c"/bin/sh"], c"/usr");
+        let pid = started.unwrap();
+        assert_eq!(output, "b\n/usr\nclosed\n");
+        let event = loop {
+            if let Some(event) = next_child_event(false) {
+                break event;
+            }
+        };
+        assert_eq!(event, ChildEvent::Ended(pid, Ended::Code(3)));
+        for (program, directory, step, errno) in [
+            (c"/nowhere/sh", c"/", Step::Execute, libc::ENOENT),
+            (c"/etc/passwd", c"/", Step::Execute, libc::EACCES),
+            (c"/bin/sh", c"/nowhere", Step::Directory, libc::ENOENT),
+        ] {
+            let failed = run(&[program], directory).0.unwrap_err();
+            assert_eq!((failed.step, failed.error.raw_os_error()), (step, Some(errno)));
+        }
+        assert_eq!(next_child_event(false), None, "a failed start leaves no child behind");
+    }
 }

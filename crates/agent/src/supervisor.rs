@@ -102,3 +102,36 @@ impl Supervisor {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_init_that_dies_young_again_and_again_is_started_less_and_less_often() {
+        let now = Instant::now();
+        let mut supervisor = Supervisor::new(now);
+        let mut delays = Vec::new();
+        for _ in 0..12 {
+            supervisor.fell(now, Duration::from_millis(10), true, None);
+            delays.push(supervisor.retry().unwrap().saturating_duration_since(now));
+        }
+        assert_eq!(delays[0], Duration::ZERO);
+        assert!(delays.is_sorted());
+        assert_eq!(delays[11], MAX_DELAY);
+        assert!(!supervisor.is_hopeless(), "it did become ready each time");
+        supervisor.fell(now, Duration::from_secs(5), true, None);
+        assert_eq!(supervisor.retry(), Some(now));
+    }
+
+    #[test]
+    fn one_that_never_becomes_ready_is_given_up() {
+        let now = Instant::now();
+        let mut supervisor = Supervisor::new(now);
+        for _ in 0..HOPELESS {
+            assert!(!supervisor.is_hopeless());
+            supervisor.fell(now, Duration::ZERO, false, Some(&io::Error::other("no")));
+        }
+        assert!(supervisor.is_hopeless());
+    }
+}

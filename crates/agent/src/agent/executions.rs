@@ -158,11 +158,7 @@ impl Agent {
         let Some(waiting) = self.waiting.take() else { return };
         let number = execution.number;
         let asked = (|| -> io::Result<()> {
-            let group = self.groups.as_ref().map(|groups| {
-                groups.tidy(None);
-                groups.create(number)
-            });
-            let group = group.transpose()?;
+            let group = self.groups.as_ref().map(|groups| groups.create(number)).transpose()?;
             let mut descriptors = vec![waiting.file.as_raw_fd()];
             descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
             let pipes = if execution.tty { None } else { Some(make_pipes(!execution.input.ended())?) };
@@ -263,6 +259,11 @@ impl Agent {
             self.lingering.add(&self.epoll, source);
         }
         self.link.say(&FromAgent::Exited { number, exit });
+        // Said before anything else is done about it.
+        self.link.flush();
+        if let Some(groups) = &self.groups {
+            groups.tidy();
+        }
     }
 
     fn signal(&mut self, number: ExecutionNumber, signal: i32) {

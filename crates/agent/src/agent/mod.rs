@@ -36,8 +36,8 @@ use crate::{
 use lingering::Lingering;
 
 /// How long the agent sleeps at most while nobody is at the other end: an edge tells it of a newcomer, this is for a gVisor that misses it.
-const ALONE_RUNNING: Duration = Duration::from_millis(50);
-const ALONE_IDLE: Duration = Duration::from_millis(250);
+const ALONE_RUNNING: Duration = Duration::from_millis(250);
+const ALONE_IDLE: Duration = Duration::from_secs(2);
 /// Without output for this long, buffers are given back.
 const REST: Duration = Duration::from_secs(1);
 /// How often a kill that has no single call for it is repeated.

@@ -50,6 +50,10 @@ pub(crate) fn run() -> io::Result<()> {
     sys::set_not_dumpable()?;
     // A guest may send its init anything. Blocked, not ignored: what is ignored stays so in every program that is started.
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None)?;
+    // Every program inherits this, too; the Rust runtime had it ignored. Blocked, it does no harm here.
+    // SAFETY: restoring the default installs no handler.
+    unsafe { nix::sys::signal::signal(Signal::SIGPIPE, nix::sys::signal::SigHandler::SigDfl) }?;
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGCHLD);
     let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;

@@ -37,6 +37,7 @@ enum Step {
     Allow(u64),
     Send(usize),
     Shrink,
+    Extend(usize),
 }
 
 fn offset() -> impl Strategy<Value = u64> {
@@ -54,6 +55,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => offset().prop_map(Step::Allow),
         5 => (0..60usize).prop_map(Step::Send),
         1 => Just(Step::Shrink),
+        1 => (0..20usize).prop_map(Step::Extend),
     ]
 }
 
@@ -64,6 +66,7 @@ fn small(value: u64) -> usize {
 proptest! {
     #[test]
     fn any_sequence_of_requests_agrees_with_the_model(capacity in 1..64usize, steps in prop::collection::vec(step(), 0..120)) {
+        let mut capacity = capacity;
         let mut window = Window::new(capacity as u64);
         let mut model = Model::default();
         let mut next = 0u8;
@@ -126,6 +129,10 @@ proptest! {
                     }
                 }
                 Step::Shrink => window.shrink(),
+                Step::Extend(bytes) => {
+                    window.extend(bytes);
+                    capacity += bytes;
+                }
             }
             prop_assert_eq!(window.held_from(), model.held_from as u64);
             prop_assert_eq!(window.end(), model.stream.len() as u64);

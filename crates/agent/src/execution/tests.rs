@@ -1,0 +1,91 @@
+use std::os::fd::OwnedFd;
+
+use nix::{fcntl::OFlag, unistd::pipe2};
+use sandboxer_protocol::agent::Language;
+
+use super::*;
+
+const WINDOW: u64 = 1000;
+
+fn execution(detached: DetachedOutput) -> (Execution, File) {
+    let config = AgentConfig {
+        marker: String::new(),
+        disk_bytes: 0,
+        disk_inodes: 0,
+        memory_bytes: None,
+        pids: None,
+        output_window_bytes: WINDOW,
+        stdin_window_bytes: 100,
+    };
+    let spec = ExecSpec {
+        number: 1,
+        id: "x".parse().unwrap(),
+        language: Language::Bash,
+        env: Default::default(),
+        cwd: "/".to_owned(),
+        stdin: true,
+        tty: None,
+        detached_output: detached,
+        note: String::new(),
+    };
+    let mut execution = Execution::new(&spec, &config, Instant::now());
+    execution.phase = Phase::Running;
+    let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).unwrap();
+    execution.output.stdout.connect(read);
+    (execution, write.into())
+}
+
+fn held(execution: &mut Execution) -> Vec<u8> {
+    let window = &mut execution.output.stdout.window;
+    window.resume(0, u64::MAX);
+    window.next_piece(usize::MAX).map(|piece| piece.data.concat()).unwrap_or_default()
+}
+
+fn numbered(count: usize) -> Vec<u8> {
+    (0..count).map(|i| (i % 251) as u8).collect()
+}
+
+#[test]
+fn a_full_window_leaves_the_rest_in_the_pipe_and_the_end_takes_it_all() {
+    let (mut execution, mut program) = execution(DetachedOutput::Block);
+    program.write_all(&numbered(5000)).unwrap();
+    while execution.fill(Stream::Stdout) {}
+    assert_eq!(execution.output.stdout.window.end(), WINDOW);
+    let (exit, left) = execution.finish(Some(0), None, None, Instant::now());
+    assert_eq!(exit.end.stdout, 5000);
+    assert_eq!(held(&mut execution), numbered(5000));
+    assert_eq!(left.len(), 1, "somebody else may still hold the pipe");
+}
+
+#[test]
+fn with_nobody_attached_the_oldest_goes_if_asked_for() {
+    let (mut execution, mut program) = execution(DetachedOutput::DropOldest);
+    execution.pause();
+    program.write_all(&numbered(5000)).unwrap();
+    while execution.fill(Stream::Stdout) {}
+    assert_eq!(execution.output.stdout.window.end(), 5000);
+    assert_eq!(held(&mut execution), numbered(5000)[4000..]);
+}
+
+#[test]
+fn what_comes_after_the_end_is_not_its_output() {
+    let (mut execution, mut program) = execution(DetachedOutput::Block);
+    program.write_all(b"mine").unwrap();
+    let (exit, left) = execution.finish(None, Some(9), Some(ExitCause::NamespaceEnded), Instant::now());
+    program.write_all(b"not mine").unwrap();
+    assert!(!execution.fill(Stream::Stdout));
+    assert_eq!((exit.end.stdout, exit.cause), (4, Some(ExitCause::NamespaceEnded)));
+    assert_eq!(left.len(), 1);
+}
+
+#[test]
+fn a_program_that_closes_its_input_is_no_error() {
+    let (mut execution, _program) = execution(DetachedOutput::Block);
+    let (read, write): (OwnedFd, OwnedFd) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).unwrap();
+    execution.sink = Some(write.into());
+    drop(read);
+    assert_eq!(execution.take_input(0, Bytes::from_static(b"unread")), Ok(6));
+    execution.feed();
+    assert!(execution.sink.is_none());
+    assert_eq!(execution.take_input(6, Bytes::from(vec![0; 5000])), Ok(5006));
+}
