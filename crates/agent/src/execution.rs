@@ -58,6 +58,8 @@ pub(crate) struct Execution {
     pub(crate) asked: Instant,
     pub(crate) began: Instant,
     pub(crate) output: PerStream<Output>,
+    /// Standard input is a pipe, not empty from the start.
+    pub(crate) has_input: bool,
     pub(crate) input: Input,
     /// Where input goes; with a terminal that is the source of its output.
     pub(crate) sink: Option<File>,
@@ -90,6 +92,7 @@ impl Execution {
             asked: now,
             began: now,
             output: PerStream { stdout: output(), stderr: output() },
+            has_input: spec.stdin,
             input,
             sink: None,
             sink_writable: true,

@@ -26,6 +26,9 @@ use std::process::ExitCode;
 
 use sandboxer_protocol::agent::AgentConfig;
 
+/// For the agent and, to begin with, for programs.
+const DESCRIPTORS: u64 = 4096;
+
 fn main() -> ExitCode {
     let outcome = if std::env::args_os().nth(1).is_some_and(|argument| argument == "init") { init::run() } else { run() };
     match outcome {
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
 
 fn run() -> std::io::Result<()> {
     sys::return_large_buffers_at_once();
+    sys::raise_descriptor_limit(DESCRIPTORS);
     sys::set_not_dumpable()?;
     let config = std::env::var(AgentConfig::VARIABLE).map_err(std::io::Error::other)?;
     // SAFETY: there is only this thread.

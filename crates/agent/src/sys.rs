@@ -30,6 +30,16 @@ pub(crate) fn set_not_dumpable() -> io::Result<()> {
     check(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }).map(drop)
 }
 
+/// Enough descriptors for the pipes of many background processes; what is started later inherits it.
+pub(crate) fn raise_descriptor_limit(wanted: u64) {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < wanted
+    {
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, wanted.min(hard), hard);
+    }
+}
+
 /// The name under which this process is listed.
 pub(crate) fn set_name(name: &std::ffi::CStr) {
     // SAFETY: PR_SET_NAME reads a string that ends in a zero byte. It can't fail with one.

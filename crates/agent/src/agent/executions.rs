@@ -161,7 +161,7 @@ impl Agent {
             let group = self.groups.as_ref().map(|groups| groups.create(number)).transpose()?;
             let mut descriptors = vec![waiting.file.as_raw_fd()];
             descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
-            let pipes = if execution.tty { None } else { Some(make_pipes(!execution.input.ended())?) };
+            let pipes = if execution.tty { None } else { Some(make_pipes(execution.has_input)?) };
             descriptors.extend(pipes.iter().flat_map(|pipes| pipes.theirs.iter().map(AsRawFd::as_raw_fd)));
             let request = Request::Spawn { number, head: waiting.head, group: group.is_some() };
             ipc::send(init.socket.as_fd(), &request, &descriptors)?;
