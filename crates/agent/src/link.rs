@@ -19,6 +19,9 @@ use crate::sys;
 /// With this much unsaid nothing more is read: whoever asks without listening waits.
 const MAX_UNSAID_BYTES: usize = 1024 * 1024;
 
+/// Frames of output written by one call.
+const PIECES_AT_ONCE: usize = 4;
+
 pub(crate) struct Link {
     input: std::fs::File,
     output: std::fs::File,
@@ -133,26 +136,44 @@ impl Link {
         }
     }
 
-    /// Sends the next piece of a window straight from where it lies. Returns whether anything was sent.
+    /// Sends the next pieces of a window straight from where they lie. Returns whether anything was sent.
     pub(crate) fn send_output(&mut self, number: ExecutionNumber, stream: Stream, window: &mut Window) -> bool {
         if !self.open || !self.writable || !self.unsaid.is_empty() {
             return false;
         }
-        let Some(piece) = window.next_piece(MAX_OUTPUT_PIECE_BYTES) else { return false };
-        let mut head = BytesMut::with_capacity(64);
-        encode_output(&mut head, number, stream, piece.offset, &[]);
-        add_to_length(&mut head, piece.len());
-        let parts = [&head[..], piece.data[0], piece.data[1]];
-        match self.output.write_vectored(&parts.map(IoSlice::new)) {
+        let Some(batch) = window.next_piece(PIECES_AT_ONCE * MAX_OUTPUT_PIECE_BYTES) else { return false };
+        let pieces: Vec<(BytesMut, [&[u8]; 2])> = (0..batch.len())
+            .step_by(MAX_OUTPUT_PIECE_BYTES)
+            .map(|from| {
+                let data = cut(batch.data, from, MAX_OUTPUT_PIECE_BYTES);
+                let mut head = BytesMut::with_capacity(32);
+                encode_output(&mut head, number, stream, batch.offset + from as u64, &[]);
+                add_to_length(&mut head, data[0].len() + data[1].len());
+                (head, data)
+            })
+            .collect();
+        let parts: Vec<IoSlice<'_>> = pieces
+            .iter()
+            .flat_map(|(head, data)| [&head[..], data[0], data[1]])
+            .filter(|part| !part.is_empty())
+            .map(IoSlice::new)
+            .collect();
+        match self.output.write_vectored(&parts) {
             Ok(mut written) => {
-                // A frame once begun must be finished, whatever becomes of the window.
-                for part in parts {
-                    let skipped = written.min(part.len());
-                    self.unsaid.extend_from_slice(&part[skipped..]);
-                    written -= skipped;
+                let mut sent = 0;
+                for (head, data) in &pieces {
+                    if written == 0 {
+                        break;
+                    }
+                    // A frame once begun must be finished, whatever becomes of the window.
+                    for part in [&head[..], data[0], data[1]] {
+                        let skipped = written.min(part.len());
+                        self.unsaid.extend_from_slice(&part[skipped..]);
+                        written -= skipped;
+                    }
+                    sent += data[0].len() + data[1].len();
                 }
-                let count = piece.len();
-                window.mark_sent(count);
+                window.mark_sent(sent);
                 true
             }
             Err(error) => {
@@ -177,5 +198,32 @@ fn add_to_length(frame: &mut BytesMut, more: usize) {
     if let Some(length) = frame.first_chunk_mut::<4>() {
         let total = u32::from_le_bytes(*length).saturating_add(u32::try_from(more).unwrap_or(u32::MAX));
         *length = total.to_le_bytes();
+    }
+}
+
+/// At most `length` bytes from `from` on, of bytes that lie in two parts.
+fn cut([first, second]: [&[u8]; 2], from: usize, length: usize) -> [&[u8]; 2] {
+    let until = from + length;
+    let split = first.len();
+    [
+        &first[from.min(split)..until.min(split)],
+        &second[from.saturating_sub(split).min(second.len())..until.saturating_sub(split).min(second.len())],
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cutting_two_parts_loses_nothing() {
+        let whole: Vec<u8> = (0..20).collect();
+        for split in 0..=20 {
+            for length in 1..=21 {
+                let (first, second) = whole.split_at(split);
+                let pieces: Vec<u8> = (0..20).step_by(length).flat_map(|from| cut([first, second], from, length).concat()).collect();
+                assert_eq!(pieces, whole);
+            }
+        }
     }
 }
