@@ -11,7 +11,7 @@ use bytes::Bytes;
 use sandboxer_agent::{input::Input, window::Window};
 use sandboxer_protocol::{
     ExecutionId,
-    agent::{AgentConfig, DetachedOutput, ExecSpec, ExecState, ExecutionNumber, Exit, ExitCause, PerStream, Stream},
+    agent::{AgentConfig, DetachedOutput, ExecSpec, ExecState, ExecutionNumber, Exit, ExitCause, PerStream, Stream, ToAgent},
 };
 
 use crate::sys;
@@ -65,6 +65,8 @@ pub(crate) struct Execution {
     pub(crate) sink: Option<File>,
     pub(crate) sink_writable: bool,
     end_sent: bool,
+    /// What was asked for before it was there.
+    pub(crate) early: Vec<ToAgent>,
     /// It was killed for its use of memory.
     pub(crate) out_of_memory: bool,
     /// Its processes are to be killed until none is left.
@@ -97,6 +99,7 @@ impl Execution {
             sink: None,
             sink_writable: true,
             end_sent: false,
+            early: Vec::new(),
             out_of_memory: false,
             killing: false,
             busy: false,

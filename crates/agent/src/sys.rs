@@ -9,7 +9,8 @@ use std::{
 use sandboxer_protocol::agent::TerminalSize;
 
 /// What a pipe between the agent and a program holds: large, since each wake-up is dear in gVisor.
-pub(crate) const PIPE_BYTES: i32 = 1024 * 1024;
+pub(crate) const MAX_PIPE_BYTES: i32 = 1024 * 1024;
+pub(crate) const MIN_PIPE_BYTES: i32 = 64 * 1024;
 
 fn check(result: i32) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }

@@ -15,8 +15,11 @@ use super::{Agent, token, token_of, watch};
 use crate::{
     execution::{Execution, Phase, STREAMS},
     ipc::{self, Program, Report, Request},
-    sys::{self, PIPE_BYTES},
+    sys::{self, MAX_PIPE_BYTES, MIN_PIPE_BYTES},
 };
+
+/// Signals and sizes kept for a program that is being started.
+const MAX_EARLY: usize = 16;
 
 /// A request to init that waits to be sent.
 pub(super) struct Waiting {
@@ -33,6 +36,16 @@ struct Pipes {
 
 impl Agent {
     pub(super) fn control(&mut self, message: ToAgent) {
+        if let ToAgent::Signal { number, .. } | ToAgent::Resize { number, .. } = &message
+            && let Some(execution) = self.current(*number)
+            && matches!(execution.phase, Phase::Waiting | Phase::Starting { .. })
+        {
+            // Sent right behind the request: it is for the program, which is not there yet.
+            if execution.early.len() < MAX_EARLY {
+                execution.early.push(message);
+            }
+            return;
+        }
         match message {
             // Carried out by the caller, since it opens the conversation.
             ToAgent::Hello { .. } => {}
@@ -161,7 +174,8 @@ impl Agent {
             let group = self.groups.as_ref().map(|groups| groups.create(number)).transpose()?;
             let mut descriptors = vec![waiting.file.as_raw_fd()];
             descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
-            let pipes = if execution.tty { None } else { Some(make_pipes(execution.has_input)?) };
+            let pipes =
+                if execution.tty { None } else { Some(make_pipes(execution.has_input, pipe_bytes(self.config.output_window_bytes))?) };
             descriptors.extend(pipes.iter().flat_map(|pipes| pipes.theirs.iter().map(AsRawFd::as_raw_fd)));
             let request = Request::Spawn { number, head: waiting.head, group: group.is_some() };
             ipc::send(init.socket.as_fd(), &request, &descriptors)?;
@@ -242,9 +256,13 @@ impl Agent {
             execution.output.stdout.connect(terminal);
         }
         let spawn_us = u64::try_from(now.saturating_duration_since(execution.asked).as_micros()).unwrap_or(u64::MAX);
+        let early = std::mem::take(&mut execution.early);
         self.link.say(&FromAgent::Started { number, spawn_us });
         if let Some(memory) = &mut self.memory {
             memory.start(now);
+        }
+        for message in early {
+            self.control(message);
         }
         if kill {
             self.kill(number);
@@ -328,11 +346,16 @@ fn write_request(spec: ExecSpec, code: &[u8]) -> io::Result<Waiting> {
     Ok(Waiting { file: file.into(), head: head.len() })
 }
 
-fn make_pipes(input: bool) -> io::Result<Pipes> {
+/// Large, but in proportion to the window: what a program may be ahead of its reader is both together.
+fn pipe_bytes(window: u64) -> i32 {
+    i32::try_from(window / 4).unwrap_or(i32::MAX).clamp(MIN_PIPE_BYTES, MAX_PIPE_BYTES)
+}
+
+fn make_pipes(input: bool, bytes: i32) -> io::Result<Pipes> {
     let (their_input, input) = if input {
         let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
         sys::set_nonblocking(write.as_fd())?;
-        let _ = sys::set_pipe_size(write.as_fd(), PIPE_BYTES);
+        let _ = sys::set_pipe_size(write.as_fd(), MAX_PIPE_BYTES);
         (read, Some(write))
     } else {
         (File::open("/dev/null")?.into(), None)
@@ -341,7 +364,7 @@ fn make_pipes(input: bool) -> io::Result<Pipes> {
         let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
         sys::set_nonblocking(read.as_fd())?;
         // Smaller pipes are slower, nothing else.
-        let _ = sys::set_pipe_size(read.as_fd(), PIPE_BYTES);
+        let _ = sys::set_pipe_size(read.as_fd(), bytes);
         Ok((read, write))
     };
     let (stdout, their_stdout) = output()?;
