@@ -20,7 +20,7 @@ pub enum InvalidId {
 ///
 /// It parses from its canonical spelling only, so that one sandbox has one name in paths and records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct SandboxId(Uuid);
 
@@ -57,7 +57,7 @@ impl<'de> Deserialize<'de> for SandboxId {
 
 /// The identity of an execution within its sandbox, chosen by the client or else by the server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct ExecutionId(String);
 

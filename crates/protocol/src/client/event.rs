@@ -8,7 +8,7 @@ use crate::{ExecutionId, SandboxId, agent::Stream};
 
 /// Every message that the server sends.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum ServerEvent {
     StatusUpdate(StatusUpdate),
@@ -30,7 +30,7 @@ impl ServerEvent {
 
 /// A change of state. What else it carries depends on the status.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct StatusUpdate {
     pub status: Status,
     /// What happened and what to do, for an error status.
@@ -99,7 +99,7 @@ impl From<Status> for ServerEvent {
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct SandboxIdEvent {
     pub sandbox_id: SandboxId,
     pub sandbox_token: String,
@@ -107,7 +107,7 @@ pub struct SandboxIdEvent {
 
 /// A piece of output. `offset` and `end` count raw bytes of this stream of this execution, before and after the piece.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct OutputEvent {
     pub data: String,
     pub offset: u64,
@@ -119,7 +119,7 @@ pub struct OutputEvent {
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct ErrorEvent {
     pub code: ErrorCode,
     pub message: String,
@@ -129,7 +129,7 @@ pub struct ErrorEvent {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct OffsetsEvent {
     pub stdout_offset: u64,
     pub stderr_offset: u64,
@@ -144,7 +144,7 @@ impl ErrorEvent {
 
 /// The answer to `reconnect`: where the output goes on. All none: nothing was ever run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Resumed {
     pub execution_id: Option<ExecutionId>,
     pub running: Option<bool>,
@@ -155,7 +155,7 @@ pub struct Resumed {
 
 /// The agent has the input before this offset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct StdinAck {
     pub offset: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -5,6 +5,8 @@
 mod error;
 mod event;
 mod request;
+#[cfg(test)]
+mod schema;
 mod status;
 mod text;
 mod write;

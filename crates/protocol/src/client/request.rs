@@ -51,7 +51,7 @@ pub enum About {
 
 /// A length of time in seconds, as clients write it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct Seconds(f64);
 
@@ -82,7 +82,7 @@ impl<'de> Deserialize<'de> for Seconds {
 
 /// The first message of `/create`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct CreateConfig {
     /// Seconds without client and execution after which the sandbox is saved or deleted; 0: never.
@@ -111,7 +111,7 @@ pub struct CreateConfig {
     pub enable_idle_timeout_auto_checkpoint: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub autosave_seconds: Option<Seconds>,
-    #[cfg_attr(feature = "schema", schemars(with = "Option<String>"))]
+    #[cfg_attr(test, schemars(with = "Option<String>"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detached_output: Option<DetachedOutput>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -119,7 +119,7 @@ pub struct CreateConfig {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct LimitsRequest {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -134,7 +134,7 @@ pub struct LimitsRequest {
 
 /// What a sandbox may reach.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(untagged)]
 pub enum Network {
     None(NoNetwork),
@@ -143,7 +143,7 @@ pub enum Network {
 
 /// The text `none`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum NoNetwork {
     None,
@@ -169,7 +169,7 @@ impl<'de> Deserialize<'de> for Network {
 
 /// `{"language":…,"code":…}`.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct ExecuteRequest {
     pub language: String,
     pub code: String,
@@ -192,7 +192,7 @@ pub struct ExecuteRequest {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct TtyRequest {
     #[serde(default = "default_rows")]
     pub rows: u16,
@@ -210,7 +210,7 @@ fn default_cols() -> u16 {
 
 /// How `data` is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Encoding {
     #[default]
@@ -221,7 +221,7 @@ pub enum Encoding {
 
 /// Offsets of an `ack` or a `reconnect`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct OffsetsRequest {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -234,7 +234,7 @@ pub struct OffsetsRequest {
 
 /// Where a rollback goes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default)]
 pub struct SnapshotTarget {
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -6,7 +6,7 @@ macro_rules! statuses {
     ($($name:ident = $text:literal,)*) => {
         /// `status` of a `status_update`.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-        #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+        #[cfg_attr(test, derive(schemars::JsonSchema))]
         pub enum Status {
             $(#[serde(rename = $text)] $name,)*
         }
@@ -56,7 +56,7 @@ statuses! {
 
 /// Why a sandbox died: `reason` of `SANDBOX_ERROR`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum EndReason {
     OutOfMemory,

@@ -7,8 +7,9 @@ use super::request::{Encoding, OffsetsRequest, Request, SnapshotTarget};
 use crate::agent::signal_name;
 
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(tag = "action", rename_all = "snake_case")]
-enum Action<'a> {
+pub(super) enum Action<'a> {
     KillProcess,
     KillSandbox,
     Resize {
@@ -37,8 +38,9 @@ enum Action<'a> {
 }
 
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(tag = "event", rename_all = "snake_case")]
-enum Input<'a> {
+pub(super) enum Input<'a> {
     Stdin {
         data: &'a str,
         #[serde(skip_serializing_if = "Option::is_none")]
