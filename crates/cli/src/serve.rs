@@ -4,7 +4,7 @@ mod settings;
 
 use std::{
     fs::{self, File},
-    io,
+    io::{self, IsTerminal as _},
     path::Path,
     process::ExitCode,
     sync::Arc,
@@ -102,7 +102,7 @@ fn lock(data_dir: &Path) -> anyhow::Result<Flock<File>> {
 
 fn log(args: &Args) {
     let filter = tracing_subscriber::EnvFilter::try_new(&args.log).unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     match args.log_format {
         LogFormat::Text => subscriber.with_target(false).init(),
         LogFormat::Json => subscriber.json().init(),

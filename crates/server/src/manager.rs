@@ -153,7 +153,8 @@ impl Manager {
         let id = SandboxId::random();
         let began = Instant::now();
         self.metrics.creates.inc();
-        let made = self.drivers.spawn(async move { manager.make(id, config, owner).await }.instrument(info_span!("sandbox", %id)));
+        let made =
+            self.drivers.spawn(async move { manager.make(id, config, owner).await }.instrument(info_span!(parent: None, "sandbox", %id)));
         let made = made.await.unwrap_or_else(|_| Err(CreateError::new(ErrorCode::Internal, "Making the sandbox failed. Try again.")));
         match &made {
             Ok(_) => self.metrics.create_seconds.observe(began.elapsed().as_secs_f64()),
@@ -314,7 +315,7 @@ impl Manager {
             }
             drop(slot);
         };
-        self.drivers.spawn(drive.instrument(info_span!("sandbox", %id)));
+        self.drivers.spawn(drive.instrument(info_span!(parent: None, "sandbox", %id)));
         handle
     }
 
@@ -339,7 +340,7 @@ impl Manager {
             .into_iter()
             .map(|id| {
                 let manager = Arc::clone(self);
-                self.drivers.spawn(async move { manager.take_up(id).await }.instrument(info_span!("sandbox", %id)))
+                self.drivers.spawn(async move { manager.take_up(id).await }.instrument(info_span!(parent: None, "sandbox", %id)))
             })
             .collect();
         for task in tasks {
