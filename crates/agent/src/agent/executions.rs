@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{self, Write},
     os::fd::{AsFd, AsRawFd, OwnedFd},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -20,6 +20,12 @@ use crate::{
 
 /// Signals and sizes kept for a program that is being started.
 const MAX_EARLY: usize = 16;
+
+/// A sensible init says two things an execution.
+const REPORTS_A_ROUND: usize = 64;
+/// How long init may take to start a program: a loaded machine needs seconds. Shorter if it is to be killed anyway.
+const START_LIMIT: Duration = Duration::from_secs(60);
+const KILLED_START_LIMIT: Duration = Duration::from_secs(5);
 
 /// A request to init that waits to be sent.
 pub(super) struct Waiting {
@@ -197,19 +203,38 @@ impl Agent {
         }
     }
 
-    /// Everything init has said.
+    /// What init has said since.
     pub(super) fn hear_init(&mut self) {
+        if !self.read_init() {
+            self.abandon_init();
+        }
+    }
+
+    /// Returns false if nothing sensible will come from this init any more.
+    fn read_init(&mut self) -> bool {
         self.init_spoke = false;
-        loop {
-            let Some(init) = self.supervisor.process() else { return };
+        for _ in 0..REPORTS_A_ROUND {
+            let Some(init) = self.supervisor.process() else { return true };
             match ipc::receive::<Report>(init.socket.as_fd()) {
                 Ok(Some((report, descriptors))) => self.hear(report, descriptors),
-                Ok(None) => return self.abandon_init(),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Ok(None) => return false,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // Not our words: the guest has got hold of it.
-                Err(_) => return self.abandon_init(),
+                Err(_) => return false,
             }
+        }
+        self.init_spoke = true;
+        true
+    }
+
+    /// A start that takes longer than this is not going to happen, so init is in the guest's hands or worse.
+    pub(super) fn watch_start(&mut self, now: Instant) {
+        if let Some(execution) = &self.execution
+            && let Phase::Starting { kill } = execution.phase
+            && now.saturating_duration_since(execution.began) > if kill { KILLED_START_LIMIT } else { START_LIMIT }
+        {
+            self.abandon_init();
         }
     }
 
@@ -325,7 +350,7 @@ impl Agent {
     /// Init has ended, and with it every process of the guest.
     pub(super) fn namespace_ended(&mut self) {
         // What it said before it went still counts.
-        self.hear_init();
+        self.read_init();
         self.supervisor.ended(Instant::now());
         self.restarting = true;
         match self.execution.as_ref().map(|execution| &execution.phase) {

@@ -26,7 +26,7 @@ use sandboxer_protocol::agent::{
 
 use crate::{
     cgroup::Groups,
-    execution::{Execution, STREAMS},
+    execution::{Execution, Phase, STREAMS},
     link::Link,
     memory::MemoryWatch,
     setup,
@@ -178,6 +178,7 @@ impl Agent {
         }
         if self.init_spoke {
             self.hear_init();
+            more |= self.init_spoke;
         }
         if let Some(execution) = &mut self.execution {
             execution.feed();
@@ -194,6 +195,7 @@ impl Agent {
         self.link.flush();
         more |= self.lingering.drain(&mut self.scratch);
         self.watch_memory(now);
+        self.watch_start(now);
         self.kill_again();
         more
     }
@@ -214,7 +216,7 @@ impl Agent {
             if execution.killing {
                 at_most(KILL_AGAIN);
             }
-            if execution.busy {
+            if execution.busy || matches!(execution.phase, Phase::Starting { .. }) {
                 at_most(REST);
             }
         }
