@@ -60,9 +60,10 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
     let gvisor = GvisorRuntime::open(options).await?;
     let images = Images::in_store(ImageStore::open(image_dir)?);
 
+    let scheme = if settings.tls.is_some() { "https" } else { "http" };
     let server = Server::start(settings, Arc::new(gvisor), images.clone(), host).await?;
     tokio::task::spawn_blocking(move || images.prepare());
-    println!("sandboxer listening on http://{}", server.address()?);
+    println!("sandboxer listening on {scheme}://{}", server.address()?);
 
     let stop = async {
         tokio::select! {

@@ -15,9 +15,12 @@ mod obituaries;
 mod sandbox;
 mod server;
 mod settings;
+mod tenants;
+mod tls;
 
 pub use http::{Access, ApiKey, InvalidKeys};
 pub use images::{BaseImage, Images};
 pub use limits::Limits;
 pub use server::{Server, StopHow};
-pub use settings::Settings;
+pub use settings::{KeyLimits, Settings};
+pub use tls::{InvalidTls, Tls};

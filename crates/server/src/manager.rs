@@ -41,6 +41,7 @@ use crate::{
         record::{RECORD_VERSION, Record, SandboxConfig},
     },
     settings::Settings,
+    tenants::{Place, Tenants},
 };
 
 /// Commands that may wait for a driver.
@@ -105,6 +106,7 @@ pub(crate) struct Manager {
     obituaries: Obituaries,
     sandboxes: Mutex<HashMap<SandboxId, Handle>>,
     slots: Arc<Semaphore>,
+    tenants: Arc<Tenants>,
     drivers: TaskTracker,
     stopping: AtomicBool,
 }
@@ -115,6 +117,7 @@ impl Manager {
         let obituaries = Obituaries::open(settings.data_dir.join("ended"), settings.remember)?;
         Ok(Arc::new(Self {
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
+            tenants: Arc::new(Tenants::new(settings.key_limits)),
             settings,
             runtime,
             images,
@@ -173,6 +176,7 @@ impl Manager {
         let image = config.image.clone();
         let config = self.check(config)?;
         let resources = config.limits.on_the_host(&asked, &self.host)?;
+        let place = self.tenants.admit(owner.as_deref())?;
         let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() else {
             let message =
                 format!("This server has {} sandboxes, and that is all it may have. Try again later.", self.settings.max_sandboxes);
@@ -216,7 +220,7 @@ impl Manager {
                         format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
                     return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
                 }
-                let handle = self.drive(record, slot, Running { reader, writer, ended, execution: None }, Duration::ZERO);
+                let handle = self.drive(record, (slot, place), Running { reader, writer, ended, execution: None }, Duration::ZERO);
                 Ok(Created { handle, token })
             }
             Err(why) => {
@@ -280,7 +284,7 @@ impl Manager {
     }
 
     /// Gives a running sandbox its driver.
-    fn drive(self: &Arc<Self>, record: Record, slot: OwnedSemaphorePermit, running: Running, age: Duration) -> Handle {
+    fn drive(self: &Arc<Self>, record: Record, slot: (OwnedSemaphorePermit, Place), running: Running, age: Duration) -> Handle {
         let (id, dir) = (record.id, self.dir(record.id));
         let (sender, commands) = mpsc::channel(COMMANDS);
         let handle = Handle { id, token_sha256: record.token_sha256.as_str().into(), commands: sender };
@@ -379,7 +383,8 @@ impl Manager {
         let execution = hello.execution.map(Execution::taken_up);
         let age = jiff::Timestamp::now().duration_since(record.created_at);
         let age = Duration::try_from(age).unwrap_or_default();
-        self.drive(record, slot, Running { reader, writer, ended, execution }, age);
+        let place = self.tenants.readmit(record.owner.as_deref());
+        self.drive(record, (slot, place), Running { reader, writer, ended, execution }, age);
         Ok(())
     }
 

@@ -8,15 +8,25 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use sandboxer_runtime::{HostLimits, Runtime};
+use socket2::{SockRef, TcpKeepalive};
 use tokio::{
+    io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
     sync::Semaphore,
+    time::timeout,
 };
+use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{debug, warn};
 
 use crate::{http, images::Images, manager::Manager, sandbox::driver::Stop, settings::Settings};
 
+/// How long a TLS handshake may take.
+const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
+/// After how long the kernel asks a silent peer whether it is there, and how often before it gives it up.
+const KEEPALIVE_AFTER: Duration = Duration::from_secs(30);
+const KEEPALIVE_EVERY: Duration = Duration::from_secs(10);
+const KEEPALIVE_TRIES: u32 = 3;
 /// How long a client may take to send its request.
 const HEADERS_WITHIN: Duration = Duration::from_secs(10);
 /// How long connections may take to close once the sandboxes have ended.
@@ -63,6 +73,7 @@ impl Server {
     /// Serves until `stop` says how to end, then ends.
     pub async fn serve(self, stop: impl Future<Output = StopHow>) {
         let router = http::router(Arc::clone(&self.manager));
+        let tls = self.manager.settings().tls.clone().map(|tls| TlsAcceptor::from(tls.0));
         let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let accepting = async {
             loop {
@@ -72,8 +83,9 @@ impl Server {
                     Ok((stream, peer)) => {
                         let router = router.clone();
                         let closing = self.closing.clone();
+                        let tls = tls.clone();
                         self.connections.spawn(async move {
-                            connection(stream, peer, router, closing).await;
+                            accepted(stream, peer, tls, router, closing).await;
                             drop(place);
                         });
                     }
@@ -96,17 +108,34 @@ impl Server {
         self.manager.stop(stop).await;
         self.closing.cancel();
         self.connections.close();
-        if tokio::time::timeout(CONNECTIONS_GRACE, self.connections.wait()).await.is_err() {
+        if timeout(CONNECTIONS_GRACE, self.connections.wait()).await.is_err() {
             debug!("some connections did not close in time");
         }
     }
 }
 
-async fn connection(stream: TcpStream, peer: SocketAddr, router: axum::Router, closing: CancellationToken) {
-    // Small messages must not wait for large ones.
-    if stream.set_nodelay(true).is_err() {
+async fn accepted(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor>, router: axum::Router, closing: CancellationToken) {
+    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_AFTER).with_interval(KEEPALIVE_EVERY).with_retries(KEEPALIVE_TRIES);
+    let socket = SockRef::from(&stream);
+    // Small messages must not wait for large ones, and a peer that vanished must not hold its sandbox for ever.
+    if let Err(error) = socket.set_tcp_nodelay(true).and_then(|()| socket.set_tcp_keepalive(&keepalive)) {
+        debug!(%peer, %error, "the connection is gone already");
         return;
     }
+    match tls {
+        None => connection(stream, peer, router, closing).await,
+        Some(tls) => match timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await {
+            Ok(Ok(stream)) => connection(stream, peer, router, closing).await,
+            Ok(Err(error)) => debug!(%peer, %error, "a TLS handshake failed"),
+            Err(_) => debug!(%peer, "a TLS handshake took too long"),
+        },
+    }
+}
+
+async fn connection<S>(stream: S, peer: SocketAddr, router: axum::Router, closing: CancellationToken)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let service = TowerToHyperService::new(router);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use sandboxer_protocol::limits::{MAX_CLIENT_MESSAGE_BYTES, OUTPUT_WINDOW_BYTES, STDIN_WINDOW_BYTES};
 
-use crate::{http::Access, limits::Limits};
+use crate::{http::Access, limits::Limits, tls::Tls};
 
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -25,6 +25,18 @@ pub struct Settings {
     /// How long the reason is remembered for which a sandbox ended.
     pub remember: Duration,
     pub access: Access,
+    pub key_limits: KeyLimits,
+    /// None: plain HTTP.
+    pub tls: Option<Tls>,
+}
+
+/// What each API key may use.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct KeyLimits {
+    /// Sandboxes at once; none: as many as the server has.
+    pub sandboxes: Option<usize>,
+    /// Sandboxes made in any minute; none: no bound.
+    pub creates_per_minute: Option<usize>,
 }
 
 impl Settings {
@@ -45,6 +57,8 @@ impl Settings {
             stop_grace: Duration::from_secs(10),
             remember: Duration::from_secs(3600),
             access: Access::default(),
+            key_limits: KeyLimits::default(),
+            tls: None,
         }
     }
 }

@@ -10,7 +10,7 @@ use std::{
 
 use clap::ValueEnum;
 use sandboxer_image::ImageStore;
-use sandboxer_server::{Access, ApiKey, Limits, Settings};
+use sandboxer_server::{Access, ApiKey, KeyLimits, Limits, Settings, Tls};
 
 const DEFAULT_PORT: u16 = 8080;
 
@@ -68,6 +68,18 @@ pub(crate) struct Args {
     /// Listen on another than a loopback address without API keys: whoever reaches it may run code
     #[arg(long, env = "SANDBOXER_INSECURE_NO_AUTH")]
     insecure_no_auth: bool,
+    /// Sandboxes at once for each API key; 0: as many as the server has
+    #[arg(long, env = "SANDBOXER_KEY_MAX_SANDBOXES", default_value_t = 0, value_name = "N")]
+    key_max_sandboxes: usize,
+    /// Sandboxes that each API key may make within a minute; 0: no bound
+    #[arg(long, env = "SANDBOXER_KEY_CREATES_PER_MINUTE", default_value_t = 0, value_name = "N")]
+    key_creates_per_minute: usize,
+    /// File of the TLS certificate with its chain (PEM); needs --tls-key
+    #[arg(long, env = "SANDBOXER_TLS_CERT", value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
+    /// File of the certificate's private key (PEM)
+    #[arg(long, env = "SANDBOXER_TLS_KEY", value_name = "FILE")]
+    tls_key: Option<PathBuf>,
     /// Another name by which clients may call this machine where no key is needed; may be given several times
     #[arg(long, env = "SANDBOXER_ALLOW_HOST", value_delimiter = ',', value_name = "NAME")]
     allow_host: Vec<String>,
@@ -134,6 +146,7 @@ impl Args {
         let data_dir = faults.take(self.data_dir());
         let image_dir = faults.take(self.image_dir.clone().or_else(ImageStore::default_directory).ok_or_else(no_home("--image-dir")));
         let runsc = faults.take(sandboxer_runsc::find(self.runsc.as_deref()).map_err(|error| format!("--runsc: {error}")));
+        let tls = faults.take(self.tls());
         if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
             faults.0.push(format!("--log: {error}"));
         }
@@ -153,7 +166,22 @@ impl Args {
         settings.stop_grace = stop_grace.flatten().unwrap_or_default();
         settings.remember = remember.flatten().unwrap_or_default();
         settings.access = Access { any_host: self.insecure_no_auth && !listen.ip().is_loopback(), keys, hosts: self.allow_host.clone() };
+        let bound = |most: usize| (most > 0).then_some(most);
+        settings.key_limits =
+            KeyLimits { sandboxes: bound(self.key_max_sandboxes), creates_per_minute: bound(self.key_creates_per_minute) };
+        settings.tls = tls.flatten();
         Ok(Checked { settings, image_dir, runsc })
+    }
+
+    fn tls(&self) -> Result<Option<Tls>, String> {
+        match (&self.tls_cert, &self.tls_key) {
+            (None, None) => Ok(None),
+            (Some(cert), Some(key)) => Tls::read(cert, key)
+                .map(Some)
+                .map_err(|error| format!("--tls-cert {}, --tls-key {}: {error}", cert.display(), key.display())),
+            (Some(_), None) => Err("--tls-cert needs --tls-key".to_owned()),
+            (None, Some(_)) => Err("--tls-key needs --tls-cert".to_owned()),
+        }
     }
 
     fn listen_address(&self, port: Option<&str>) -> Result<SocketAddr, String> {

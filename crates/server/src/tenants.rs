@@ -1,0 +1,115 @@
+//! What each API key uses of the server.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use sandboxer_protocol::client::ErrorCode;
+use tokio::time::Instant;
+
+use crate::{manager::CreateError, settings::KeyLimits};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Counts by the name of the key. Without keys everybody is the same tenant and nothing is counted.
+#[derive(Debug)]
+pub(crate) struct Tenants {
+    limits: KeyLimits,
+    used: Mutex<HashMap<String, Used>>,
+}
+
+#[derive(Debug, Default)]
+struct Used {
+    live: usize,
+    /// When the sandboxes of the last minute were made; never longer than the limit.
+    made: VecDeque<Instant>,
+}
+
+/// One sandbox of a key, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Place {
+    tenants: Arc<Tenants>,
+    owner: Option<String>,
+}
+
+impl Tenants {
+    pub(crate) fn new(limits: KeyLimits) -> Self {
+        Self { limits, used: Mutex::default() }
+    }
+
+    /// Another sandbox for a key, if it may have one.
+    pub(crate) fn admit(self: &Arc<Self>, owner: Option<&str>) -> Result<Place, CreateError> {
+        let Some(owner) = owner else { return Ok(self.place(None)) };
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let used = used.entry(owner.to_owned()).or_default();
+        if let Some(most) = self.limits.sandboxes
+            && used.live >= most
+        {
+            let message = format!("This API key has {most} sandboxes, and that is all it may have at once. End one first.");
+            return Err(CreateError::new(ErrorCode::RateLimited, message));
+        }
+        if let Some(most) = self.limits.creates_per_minute {
+            let now = Instant::now();
+            while used.made.front().is_some_and(|made| now.duration_since(*made) >= MINUTE) {
+                used.made.pop_front();
+            }
+            if used.made.len() >= most {
+                let message = format!("This API key has made {most} sandboxes within a minute, and may not make more. Try again later.");
+                return Err(CreateError::new(ErrorCode::RateLimited, message));
+            }
+            used.made.push_back(now);
+        }
+        used.live += 1;
+        Ok(self.place(Some(owner)))
+    }
+
+    /// A sandbox of an earlier server process: it counts, whatever the limit is now.
+    pub(crate) fn readmit(self: &Arc<Self>, owner: Option<&str>) -> Place {
+        if let Some(owner) = owner {
+            self.used.lock().unwrap_or_else(PoisonError::into_inner).entry(owner.to_owned()).or_default().live += 1;
+        }
+        self.place(owner)
+    }
+
+    fn place(self: &Arc<Self>, owner: Option<&str>) -> Place {
+        Place { tenants: Arc::clone(self), owner: owner.map(str::to_owned) }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Some(owner) = &self.owner
+            && let Some(used) = self.tenants.used.lock().unwrap_or_else(PoisonError::into_inner).get_mut(owner)
+        {
+            used.live = used.live.saturating_sub(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_key_has_its_own_sandboxes_and_its_own_rate() {
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(2), creates_per_minute: Some(3) }));
+        let first = tenants.admit(Some("a")).unwrap();
+        let _second = tenants.admit(Some("a")).unwrap();
+        assert_eq!(tenants.admit(Some("a")).unwrap_err().code, ErrorCode::RateLimited);
+        let _other = tenants.admit(Some("b")).unwrap();
+        drop(first);
+        let third = tenants.admit(Some("a")).unwrap();
+        drop(third);
+        assert!(tenants.admit(Some("a")).is_err(), "three were made within a minute");
+        tokio::time::advance(MINUTE).await;
+        assert!(tenants.admit(Some("a")).is_ok());
+    }
+
+    #[test]
+    fn without_keys_nothing_is_counted() {
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(1), creates_per_minute: Some(1) }));
+        let _places: Vec<_> = (0..5).map(|_| tenants.admit(None).unwrap()).collect();
+    }
+}
