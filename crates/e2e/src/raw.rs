@@ -47,8 +47,8 @@ pub struct Raw {
     stream: TcpStream,
     buffer: Vec<u8>,
     transcript: Vec<String>,
-    /// Whether [`Raw::message`] answers pings.
-    pub answers_pings: bool,
+    /// How many pings [`Raw::message`] still answers.
+    pub answers: usize,
 }
 
 impl Raw {
@@ -65,7 +65,7 @@ impl Raw {
             head += &format!("{name}: {value}\r\n");
         }
         stream.write_all((head + "\r\n").as_bytes()).await.unwrap();
-        let mut raw = Self { stream, buffer: Vec::new(), transcript: Vec::new(), answers_pings: false };
+        let mut raw = Self { stream, buffer: Vec::new(), transcript: Vec::new(), answers: 0 };
         let end = loop {
             if let Some(end) = raw.buffer.windows(4).position(|window| window == b"\r\n\r\n") {
                 break end + 4;
@@ -77,9 +77,10 @@ impl Raw {
         raw
     }
 
-    /// A sandbox of this client's own, with the defaults; returns its id.
+    /// A sandbox of this client's own, with the defaults; returns its id. The ping behind the 101 is answered, and no other.
     pub async fn create(address: SocketAddr, receive_buffer: Option<u32>) -> (Self, String) {
         let mut raw = Self::connect(address, "/create", receive_buffer).await;
+        raw.answers = 1;
         raw.send_text("{}").await;
         assert_eq!(raw.message().await["status"], "SANDBOX_CREATING");
         let id = raw.message().await["sandbox_id"].as_str().unwrap().to_owned();
@@ -139,12 +140,23 @@ impl Raw {
         Some(Frame { opcode, payload })
     }
 
-    /// The next message. Pings are answered only if `answers_pings`.
+    /// Attaches to a running sandbox. The ping behind the 101 is answered, so that the grace for `reconnect` is short, and no other.
+    pub async fn attach(address: SocketAddr, sandbox_id: &str) -> Self {
+        let mut raw = Self::connect(address, &format!("/attach/{sandbox_id}"), None).await;
+        raw.answers = 1;
+        assert_eq!(raw.message().await["status"], "SANDBOX_RUNNING");
+        raw
+    }
+
+    /// The next message.
     pub async fn message(&mut self) -> Value {
         loop {
             let frame = self.frame().await.expect("a message, not the end of the connection");
             match frame.opcode {
-                Opcode::Ping if self.answers_pings => self.send(true, Opcode::Pong, &frame.payload).await,
+                Opcode::Ping if self.answers > 0 => {
+                    self.answers -= 1;
+                    self.send(true, Opcode::Pong, &frame.payload).await;
+                }
                 Opcode::Ping => {}
                 _ => return frame.json(),
             }

@@ -67,23 +67,25 @@ async fn metrics_count_and_time_creates_and_executions_and_tell_the_live_sandbox
     let answer = server.get("/metrics");
     assert_eq!(answer.status, 200);
     assert!(answer.header("content-type").unwrap().contains("text"), "{:?}", answer.headers);
-    assert_eq!(sample(&server, "sandboxer_sandboxes_live"), 0.0);
+    assert_eq!(sample(&server, "sandboxer_live_sandboxes"), 0.0);
 
     let mut one = Ws::create(&server).await;
     let two = Ws::create(&server).await;
     one.bash("true").await;
     one.python("pass").await;
     assert_eq!(one.bash("exit 1").await.exit_code(), Some(1));
-    assert_eq!(sample(&server, "sandboxer_sandboxes_live"), 2.0);
+    assert_eq!(sample(&server, "sandboxer_live_sandboxes"), 2.0);
     assert_eq!(sample(&server, "sandboxer_create_seconds_count"), 2.0);
     assert!(sample(&server, "sandboxer_create_seconds_bucket") > 0.0);
-    assert_eq!(sample(&server, "sandboxer_execute_seconds_count"), 3.0);
-    assert!(sample(&server, "sandboxer_execute_seconds_bucket") > 0.0);
+    assert_eq!(sample(&server, "sandboxer_execution_seconds_count"), 3.0);
+    assert!(sample(&server, "sandboxer_execution_seconds_bucket") > 0.0);
+    assert_eq!(sample(&server, "sandboxer_creates_total"), 2.0);
+    assert_eq!(sample(&server, "sandboxer_executions_total"), 3.0);
 
     one.send(json!({"action": "kill_sandbox"})).await;
     one.expect_status("SANDBOX_KILLING").await;
     one.expect_status("SANDBOX_KILLED").await;
-    eventually("one sandbox less", Duration::from_secs(10), || sample(&server, "sandboxer_sandboxes_live") == 1.0).await;
+    eventually("one sandbox less", Duration::from_secs(10), || sample(&server, "sandboxer_live_sandboxes") == 1.0).await;
     drop(two);
 }
 

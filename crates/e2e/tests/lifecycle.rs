@@ -157,7 +157,7 @@ async fn every_setting_can_come_from_the_environment() {
 fn all_faults_of_the_configuration_are_reported_together_with_exit_64() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let output = command()
-        .args(["serve", "--listen", "nonsense", "--max-sandboxes", "zero", "--data-dir"])
+        .args(["serve", "--listen", "nonsense", "--max-sandboxes", "0", "--data-dir"])
         .arg(file.path())
         .env("SANDBOXER_RUNSC", "/no/such/runsc")
         .output()

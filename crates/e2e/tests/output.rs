@@ -135,7 +135,7 @@ async fn no_message_of_output_is_empty_and_control_characters_survive() {
 async fn a_slow_reader_makes_the_program_block_and_the_server_does_not_grow() {
     let server = Options::default().start();
     let (mut raw, id) = Raw::create(server.address(), Some(64 * 1024)).await;
-    raw.answers_pings = true;
+    raw.answers = usize::MAX;
     let before = host::rss(server.pid());
     let code = "
 import os
