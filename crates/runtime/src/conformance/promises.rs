@@ -115,7 +115,8 @@ pub async fn output_waits_for_credit(subject: &dyn Subject) {
 }
 
 pub async fn a_full_window_blocks_until_it_is_acknowledged(subject: &dyn Subject) {
-    const COUNT: usize = 1_000_000;
+    // More than the window and all pipes on the way hold.
+    const COUNT: usize = 5_000_000;
     let mut session = Session::start(subject).await;
     let number = session.exec(&format!("head -c {COUNT} /dev/zero | tr '\\0' y")).await;
     session.allow(PLENTY).await;
