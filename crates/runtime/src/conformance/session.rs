@@ -57,7 +57,12 @@ pub(super) fn launch(subject: &dyn Subject) -> (Launch, Marker, tempfile::TempDi
 
 impl Session {
     pub async fn start(subject: &dyn Subject) -> Self {
-        let (launch, marker, home) = launch(subject);
+        Self::start_limited(subject, HostResources::default()).await
+    }
+
+    pub async fn start_limited(subject: &dyn Subject, resources: HostResources) -> Self {
+        let (mut launch, marker, home) = launch(subject);
+        launch.resources = resources;
         let instance = subject.runtime().start(&launch).await.expect("it starts");
         Self::open(instance, launch, marker, home).await
     }

@@ -18,11 +18,31 @@ pub(crate) struct Gvisor {
 
 impl Gvisor {
     pub(crate) async fn new() -> Self {
+        Self::below("").await
+    }
+
+    /// With its state that far below a temporary directory.
+    pub(crate) async fn below(path: &str) -> Self {
         sandboxer_runtime::become_subreaper().unwrap();
         let state = tempfile::tempdir().unwrap();
-        let options = GvisorOptions { runsc: runsc(), state_dir: state.path().join("runsc"), limits: limits() };
+        let options = GvisorOptions { runsc: runsc(), state_dir: state.path().join(path).join("runsc"), limits: limits() };
         let runtime = GvisorRuntime::open(options.clone()).await.unwrap();
         Self { runtime, options, image: image(), _state: state }
+    }
+}
+
+/// A test that failed must not leave its sandboxes running.
+impl Drop for Gvisor {
+    fn drop(&mut self) {
+        let root = format!("--root={}", self.options.state_dir.display());
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            if let (true, Ok(pid)) =
+                (line.split(|byte| *byte == 0).any(|word| word == root.as_bytes()), entry.file_name().to_string_lossy().parse())
+            {
+                nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).ok();
+            }
+        }
     }
 }
 
