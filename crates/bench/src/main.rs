@@ -1,0 +1,164 @@
+//! `make bench`: this server, raw runsc and the PyPI package `gvisor` side by side, interleaved round by round in one run.
+//!
+//! What is compared:
+//! - **raw runsc**: `runsc run` of the same image until its first process, the agent, answers over its FIFO, with no server and no
+//!   limits of the host; `runsc exec` of the programs.
+//! - **agent, bare**: the agent in a sandbox as the server starts it, spoken to by a reader that discards everything.
+//! - **PyPI gvisor**: gVisor's own Python sandboxes, whose root is the host's own system.
+//! - **this server**, as a client sees it who connects anew for each create.
+//!
+//! It measures; it decides nothing but whether the bars of `report` were met.
+
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
+
+mod bare;
+mod client;
+mod machine;
+mod memory;
+mod orphans;
+mod package;
+mod programs;
+mod raw;
+mod report;
+mod rounds;
+mod samples;
+mod server;
+mod timing;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+use sandboxer_runtime::{become_subreaper, userns};
+
+use crate::{
+    bare::Bare, client::Client, machine::Machine, package::Package, raw::Raw, rounds::Bench, samples::Samples, samples::Summary,
+    server::Server,
+};
+
+/// Measures sandboxer against raw runsc and gVisor's own Python package.
+#[derive(Debug, Parser)]
+#[command(name = "sandboxer-bench")]
+struct Args {
+    /// Rounds; each measures everything once
+    #[arg(long, default_value_t = 15)]
+    rounds: usize,
+    /// Exit with 1 if a bar is missed
+    #[arg(long)]
+    check: bool,
+    /// Where to write everything as JSON, beside target/bench/latest.json
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Sandboxes of each kind whose memory is measured; 0: none
+    #[arg(long, default_value_t = 10, value_name = "N")]
+    idle_sandboxes: usize,
+    /// What the throughput programs print, in MiB
+    #[arg(long, default_value_t = 64, value_name = "MIB")]
+    stdout_mib: usize,
+    /// The server's binary; without it, the one beside this one
+    #[arg(long, env = "SANDBOXER_BIN", value_name = "FILE")]
+    server: Option<PathBuf>,
+    /// The runsc binary; without it, the one that sandboxer finds
+    #[arg(long, env = "SANDBOXER_RUNSC", value_name = "FILE")]
+    runsc: Option<PathBuf>,
+    /// Where the server finds its images
+    #[arg(long, env = "SANDBOXER_IMAGE_DIR", value_name = "DIR")]
+    image_dir: Option<PathBuf>,
+    /// The Python that has the package gvisor; without it, the one that scripts/setup --bench made
+    #[arg(long, env = "SANDBOXER_BENCH_PYTHON", value_name = "FILE")]
+    python: Option<PathBuf>,
+}
+
+fn main() -> Result<ExitCode> {
+    let args = Args::parse();
+    // Before any thread exists: only then can a process enter a user namespace.
+    userns::enter_if_needed()?;
+    become_subreaper()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let met = runtime.block_on(run(&args))?;
+    Ok(if args.check && !met { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Returns whether all bars were met.
+async fn run(args: &Args) -> Result<bool> {
+    // Short: there are socket paths below it.
+    let home = tempfile::Builder::new().prefix("sbx-bench-").tempdir_in("/tmp")?;
+    let beside = std::env::current_exe()?.parent().map(Path::to_owned).unwrap_or_default();
+    let runsc = sandboxer_runsc::find(args.runsc.as_deref())?;
+    let load_before = machine::load();
+    eprintln!("sandboxer-bench: starting the server (its first start on a machine builds the base image)");
+    let mut bench = start(args, &beside, &runsc, home.path()).await?;
+    for round in 0..args.rounds {
+        eprintln!("sandboxer-bench: round {} of {}", round + 1, args.rounds);
+        bench.round(round).await.with_context(|| format!("round {}", round + 1))?;
+    }
+    if args.idle_sandboxes > 0 {
+        eprintln!("sandboxer-bench: memory of {} idle sandboxes of each kind", args.idle_sandboxes);
+        bench.memory(args.idle_sandboxes).await?;
+    }
+    let machine = Machine {
+        cpus: machine::cpus(),
+        kernel: machine::kernel(),
+        runsc: bench.raw.version().to_owned(),
+        load_before,
+        load_after: machine::load(),
+        spin_ms: Summary::of(&bench.spins),
+    };
+    let samples = std::mem::take(&mut bench.samples);
+    let package_error = bench.package_error.take();
+    if let Err(error) = bench.end().await {
+        eprintln!("sandboxer-bench: while ending: {error:#}");
+    }
+    let bars = report::bars(&samples);
+    print!("{}", report::table(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS));
+    let json = report::json(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS, package_error.as_deref());
+    let json = serde_json::to_vec_pretty(&json)?;
+    let latest = beside.parent().unwrap_or(&beside).join("bench/latest.json");
+    for path in [Some(&latest), args.json.as_ref()].into_iter().flatten() {
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+        }
+        fs::write(path, &json).with_context(|| path.display().to_string())?;
+    }
+    eprintln!("sandboxer-bench: all values are in {}", latest.display());
+    Ok(bars.iter().all(|bar| bar.met))
+}
+
+async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<Bench> {
+    let [server_home, raw_home, bare_home, package_home] = ["server", "raw", "bare", "package"].map(|name| home.join(name));
+    for directory in [&server_home, &raw_home, &bare_home, &package_home] {
+        fs::create_dir(directory)?;
+    }
+    let binary = args.server.clone().unwrap_or_else(|| beside.join("sandboxer"));
+    let server = Server::start(&binary, runsc, args.image_dir.as_deref(), &server_home).await?;
+    let (client, _) = Client::create(server.address).await.context("the first sandbox of the server")?;
+    let image = server.image_of(&client.sandbox_id)?;
+    let mut raw = Raw::open(runsc.to_owned(), &raw_home, image.clone()).await?;
+    let (raw_sandbox, _) = raw.create().await.context("the first raw sandbox")?;
+    let bare = Bare::start(runsc.to_owned(), &bare_home, image).await.context("the sandbox for the bare reader")?;
+    let python = args.python.clone().or_else(package::default_python).context("no place to look for Python: HOME is not set")?;
+    let (package, package_error) = match Package::start(&python, runsc, &package_home).await {
+        Ok(package) => (Some(package), None),
+        Err(error) => {
+            eprintln!("sandboxer-bench: without the PyPI package gvisor: {error:#}");
+            (None, Some(format!("{error:#}")))
+        }
+    };
+    Ok(Bench {
+        raw,
+        raw_sandbox,
+        bare,
+        server,
+        client,
+        package,
+        package_home,
+        package_error,
+        samples: Samples::default(),
+        spins: Vec::new(),
+        stdout_mib: args.stdout_mib,
+    })
+}

@@ -1,0 +1,195 @@
+//! Sandboxes by runsc alone: the same image, the same agent as its first process, no server and no limits of the host around it.
+
+use std::{
+    fs,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    sys::{
+        signal::{Signal, kill},
+        stat::Mode,
+        wait::waitpid,
+    },
+    unistd::{Pid, mkfifo},
+};
+use sandboxer_protocol::agent::{AgentConfig, MARKER_BYTES, Marker};
+use sandboxer_runsc::{Features, Files, Global, Run, Runsc, SandboxSpec};
+use sandboxer_runtime::{
+    Ended, Instance,
+    link::{self, Link},
+};
+use tokio::{io::AsyncReadExt as _, net::unix::pipe, process::Command, time::timeout};
+
+use crate::{programs::Program, timing::Timing};
+
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+const CALL_LIMIT: Duration = Duration::from_secs(30);
+const MIB: u64 = 1024 * 1024;
+/// As the server makes them.
+const OUT_PIPE_BYTES: i32 = 1024 * 1024;
+/// Where the image keeps the system that user code sees. To runsc it is no root, so programs are started by their own loader.
+const SYSTEM: &str = "/rootfs";
+const LIBRARIES: &str =
+    if cfg!(target_arch = "aarch64") { "/rootfs/usr/lib/aarch64-linux-gnu" } else { "/rootfs/usr/lib/x86_64-linux-gnu" };
+const LOADER: &str = if cfg!(target_arch = "aarch64") { "ld-linux-aarch64.so.1" } else { "ld-linux-x86-64.so.2" };
+
+/// What the server tells an agent where a client has not asked for anything else.
+pub(crate) fn agent_config(marker: &Marker) -> AgentConfig {
+    AgentConfig {
+        marker: marker.to_hex(),
+        disk_bytes: 512 * MIB,
+        disk_inodes: 512 * MIB / 4096,
+        memory_bytes: Some(1024 * MIB),
+        pids: Some(256),
+        output_window_bytes: 8 * MIB,
+        stdin_window_bytes: 8 * MIB,
+    }
+}
+
+/// The binary and the image.
+pub(crate) struct Raw {
+    runsc: Runsc,
+    binary: PathBuf,
+    state: PathBuf,
+    home: PathBuf,
+    image: PathBuf,
+    next: u32,
+}
+
+/// A sandbox that answered.
+pub(crate) struct RawSandbox {
+    id: String,
+    pub(crate) dir: PathBuf,
+    /// Held open: without it the agent would poll for a server that comes back.
+    _link: Link,
+}
+
+impl Raw {
+    pub(crate) async fn open(binary: PathBuf, home: &Path, image: PathBuf) -> Result<Self> {
+        let features = Features::probe(&binary).await?;
+        let state = home.join("state");
+        fs::create_dir_all(&state)?;
+        let runsc = Runsc::new(binary.clone(), Global { root: state.clone(), features });
+        Ok(Self { runsc, binary, state, home: home.to_owned(), image, next: 0 })
+    }
+
+    pub(crate) fn version(&self) -> &str {
+        &self.runsc.global().features.version_text
+    }
+
+    /// Everything of these sandboxes is below it.
+    pub(crate) fn home(&self) -> &Path {
+        &self.home
+    }
+
+    /// Starts a sandbox. The time is from the spawning of `runsc run` until the agent has answered over its FIFO.
+    pub(crate) async fn create(&mut self) -> Result<(RawSandbox, f64)> {
+        self.next += 1;
+        // Of one length: runsc takes a beginning for the whole.
+        let id = format!("raw-{:06}", self.next);
+        let dir = self.home.join(&id);
+        fs::create_dir_all(dir.join("rootfs"))?;
+        let marker = Marker::new(rand::random::<[u8; MARKER_BYTES]>());
+        let config = serde_json::to_string(&agent_config(&marker))?;
+        let spec = SandboxSpec { image: self.image.clone(), env: vec![format!("{}={config}", AgentConfig::VARIABLE)] };
+        fs::write(dir.join("config.json"), spec.to_json()?)?;
+        let ends = Ends::create(&dir)?;
+        let files = Files { log: dir.join("runsc.log"), boot_log: None, panic_log: dir.join("panic.log") };
+        let run = Run { id: id.clone(), bundle: dir.clone(), pid_file: dir.join("pid"), files };
+        let begun = Instant::now();
+        let mut child = self.runsc.spawn_run(&run, ends.guest_stdin, ends.guest_stdout)?;
+        // Nobody tells of its end, which nobody asks for.
+        let (_, ended) = Ended::channel();
+        let instance = Instance { from_agent: Box::new(ends.from_agent), to_agent: Box::new(ends.to_agent), ended };
+        let opened = link::open(instance, &marker, LIMIT).await;
+        let taken = ms_since(begun);
+        let status = timeout(CALL_LIMIT, child.wait()).await.context("runsc run does not end")??;
+        ensure!(status.success(), "runsc run ended with {status}: {}", fs::read_to_string(dir.join("runsc.log")).unwrap_or_default());
+        Ok((RawSandbox { id, dir, _link: opened? }, taken))
+    }
+
+    pub(crate) async fn remove(&self, sandbox: RawSandbox) -> Result<()> {
+        let pid = Pid::from_raw(fs::read_to_string(sandbox.dir.join("pid"))?.trim().parse()?);
+        kill(pid, Signal::SIGKILL)?;
+        tokio::task::spawn_blocking(move || waitpid(pid, None)).await??;
+        self.runsc.delete_force(&sandbox.id, CALL_LIMIT).await?;
+        Ok(fs::remove_dir_all(&sandbox.dir)?)
+    }
+
+    /// `runsc exec` of a program, its output read to the end.
+    pub(crate) async fn exec(&self, sandbox: &RawSandbox, program: &Program) -> Result<Timing> {
+        let [interpreter, flag, code] = program.argv();
+        let mut command = Command::new(&self.binary);
+        command
+            .env_clear()
+            .arg("--root")
+            .arg(&self.state)
+            .args(["--platform=systrap", "--network=none", "--overlay2=none", "--ignore-cgroups", "exec"])
+            .args(["-cwd", "/", "-env", "PATH=/usr/bin", "-env", "PYTHONUNBUFFERED=1"])
+            .args(["-env", &format!("PYTHONHOME={SYSTEM}/usr"), &sandbox.id])
+            .arg(format!("{LIBRARIES}/{LOADER}"))
+            .args(["--library-path", LIBRARIES, &format!("{SYSTEM}/usr/bin/{interpreter}"), flag, code])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let begun = Instant::now();
+        let mut child = command.spawn().context("runsc exec")?;
+        let (Some(mut stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else { bail!("its streams are not there") };
+        let mut buffer = vec![0; 256 * 1024];
+        let (mut first, mut bytes) = (None, 0);
+        loop {
+            let count = timeout(LIMIT, stdout.read(&mut buffer)).await.context("runsc exec gives no output")??;
+            if count == 0 {
+                break;
+            }
+            first.get_or_insert_with(|| ms_since(begun));
+            bytes += count as u64;
+        }
+        let status = timeout(LIMIT, child.wait()).await.context("runsc exec does not end")??;
+        let timing = Timing { first_ms: first, done_ms: ms_since(begun), agent_ms: None, bytes };
+        if !status.success() {
+            let mut said = String::new();
+            stderr.read_to_string(&mut said).await?;
+            bail!("runsc exec ended with {status}: {}", said.trim());
+        }
+        timing.checked(program)
+    }
+}
+
+pub(crate) fn ms_since(begun: Instant) -> f64 {
+    begun.elapsed().as_secs_f64() * 1000.0
+}
+
+/// The four ends of the two FIFOs.
+struct Ends {
+    guest_stdin: OwnedFd,
+    guest_stdout: OwnedFd,
+    to_agent: pipe::Sender,
+    from_agent: pipe::Receiver,
+}
+
+impl Ends {
+    fn create(dir: &Path) -> Result<Self> {
+        let open = |path: &Path, how| nix::fcntl::open(path, how | OFlag::O_CLOEXEC, Mode::empty());
+        let (to, from) = (dir.join("in"), dir.join("out"));
+        for path in [&to, &from] {
+            mkfifo(path, Mode::S_IRUSR | Mode::S_IWUSR)?;
+        }
+        // Open for both while the real ends are opened, so that none of them waits.
+        let (_both_in, both_out) = (open(&to, OFlag::O_RDWR)?, open(&from, OFlag::O_RDWR)?);
+        fcntl(&both_out, FcntlArg::F_SETPIPE_SZ(OUT_PIPE_BYTES)).ok();
+        Ok(Self {
+            to_agent: pipe::OpenOptions::new().open_sender(&to)?,
+            from_agent: pipe::OpenOptions::new().open_receiver(&from)?,
+            guest_stdin: open(&to, OFlag::O_RDONLY)?,
+            guest_stdout: open(&from, OFlag::O_WRONLY)?,
+        })
+    }
+}

@@ -1,0 +1,188 @@
+//! The bars, the table and the JSON.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::{
+    machine::Machine,
+    samples::{Column, Row, Samples, percentile},
+};
+
+/// A promise of ours as a ratio of two medians of one run.
+#[derive(Debug, Serialize)]
+pub(crate) struct Bar {
+    pub(crate) name: &'static str,
+    pub(crate) ratio: f64,
+    /// The median of the rounds' own ratios: what came side by side in time. To judge the other one by, not a bar.
+    pub(crate) paired: Option<f64>,
+    pub(crate) at_most: Option<f64>,
+    pub(crate) at_least: Option<f64>,
+    pub(crate) met: bool,
+}
+
+enum Bound {
+    AtMost(f64),
+    AtLeast(f64),
+}
+
+struct Definition {
+    name: &'static str,
+    of: (Row, Column),
+    to: (Row, Column),
+    bound: Bound,
+}
+
+const BARS: [Definition; 4] = [
+    Definition {
+        name: "cold create : raw `runsc run` until the agent answers",
+        of: (Row::Create, Column::Server),
+        to: (Row::Create, Column::Raw),
+        bound: Bound::AtMost(1.25),
+    },
+    Definition {
+        name: "bash echo, request to DONE : a bare spawn as the agent measures it",
+        of: (Row::EchoDone, Column::Server),
+        to: (Row::EchoAgent, Column::Server),
+        bound: Bound::AtMost(1.3),
+    },
+    Definition {
+        name: "stdout by 64 KiB writes : what the FIFO carries",
+        of: (Row::StdoutLarge, Column::Server),
+        to: (Row::StdoutLarge, Column::Fifo),
+        bound: Bound::AtLeast(0.6),
+    },
+    Definition {
+        name: "stdout by 4 KiB writes : what the FIFO carries",
+        of: (Row::StdoutSmall, Column::Server),
+        to: (Row::StdoutSmall, Column::Fifo),
+        bound: Bound::AtLeast(0.6),
+    },
+];
+
+/// What is missing is missed.
+pub(crate) fn bars(samples: &Samples) -> Vec<Bar> {
+    BARS.iter()
+        .map(|Definition { name, of, to, bound }| {
+            let median = |(row, column): (Row, Column)| samples.summary(row, column).map(|summary| summary.p50);
+            let ratio = median(*of).zip(median(*to)).map_or(f64::NAN, |(of, to)| of / to);
+            let pairs = samples.get(of.0, of.1).iter().zip(samples.get(to.0, to.1));
+            let paired = percentile(&pairs.map(|(of, to)| of / to).collect::<Vec<_>>(), 50.0);
+            let (at_most, at_least, met) = match *bound {
+                Bound::AtMost(most) => (Some(most), None, ratio <= most),
+                Bound::AtLeast(least) => (None, Some(least), ratio >= least),
+            };
+            Bar { name, ratio, paired, at_most, at_least, met }
+        })
+        .collect()
+}
+
+pub(crate) fn table(samples: &Samples, bars: &[Bar], machine: &Machine, rounds: usize, imports: &str) -> String {
+    let mut text = String::new();
+    let mut line = |line: String| {
+        // Writing to memory can't fail.
+        let _ = writeln!(text, "{}", line.trim_end());
+    };
+    let heads = Column::ALL.map(|column| format!("{:>19}", column.title())).concat();
+    line(format!("{:<42}{heads}", "p50 / p99"));
+    for row in Row::ALL {
+        let cells = Column::ALL.map(|column| match samples.summary(row, column) {
+            Some(summary) if summary.count > 1 => format!("{:>19}", format!("{} / {}", short(summary.p50), short(summary.p99))),
+            Some(summary) => format!("{:>19}", short(summary.p50)),
+            None => format!("{:>19}", "–"),
+        });
+        line(format!("{:<42}{}", row.title(), cells.concat()));
+    }
+    line(String::new());
+    for bar in bars {
+        let verdict = if bar.met { "met   " } else { "MISSED" };
+        let bound = match (bar.at_most, bar.at_least) {
+            (Some(most), _) => format!("at most {most}"),
+            (_, Some(least)) => format!("at least {least}"),
+            (None, None) => String::new(),
+        };
+        let paired = bar.paired.map_or_else(String::new, |paired| format!(", side by side {paired:.2}"));
+        line(format!("{verdict} {:.2} ({bound}{paired})  {}", bar.ratio, bar.name));
+    }
+    line(String::new());
+    line(format!(
+        "{rounds} rounds on {} CPUs, Linux {}, runsc {}; four imports: {imports}; of a rate, p99 is the lowest",
+        machine.cpus, machine.kernel, machine.runsc
+    ));
+    if let Some(spin) = machine.spin_ms {
+        line(format!(
+            "noise: the same work took {:.1} ms at p50 and {:.1} at p99 ({:.2} times); load {} before, {} after",
+            spin.p50,
+            spin.p99,
+            spin.p99 / spin.p50,
+            machine.load_before,
+            machine.load_after
+        ));
+    }
+    text
+}
+
+fn short(value: f64) -> String {
+    if value.abs() >= 100.0 { format!("{value:.0}") } else { format!("{value:.1}") }
+}
+
+pub(crate) fn json(samples: &Samples, bars: &[Bar], machine: &Machine, rounds: usize, imports: &str, package_error: Option<&str>) -> Value {
+    let mut rows = Map::new();
+    for row in Row::ALL {
+        let mut cells = Map::new();
+        for column in Column::ALL {
+            if let Some(summary) = samples.summary(row, column) {
+                let cell = json!({"p50": summary.p50, "p99": summary.p99, "values": samples.get(row, column)});
+                cells.insert(name(&column), cell);
+            }
+        }
+        rows.insert(name(&row), json!({"title": row.title(), "columns": cells}));
+    }
+    json!({
+        "rounds": rounds,
+        "machine": machine,
+        "four_imports": imports,
+        "rows": rows,
+        "bars": bars,
+        "package_error": package_error,
+    })
+}
+
+/// As serde names it.
+fn name(value: &impl Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bar_compares_medians_and_what_was_not_measured_is_missed() {
+        let mut samples = Samples::default();
+        for (server, raw) in [(110.0, 100.0), (500.0, 100.0), (120.0, 100.0)] {
+            samples.add(Row::Create, Column::Server, server);
+            samples.add(Row::Create, Column::Raw, raw);
+        }
+        let bars = bars(&samples);
+        assert!(bars[0].met && (bars[0].ratio - 1.2).abs() < 1e-9, "{:?}", bars[0]);
+        assert!(bars[1..].iter().all(|bar| !bar.met));
+    }
+
+    #[test]
+    fn rows_and_columns_are_named_in_json() {
+        let mut samples = Samples::default();
+        samples.add(Row::StdoutLarge, Column::Fifo, 300.0);
+        let machine = Machine {
+            cpus: 2,
+            kernel: String::new(),
+            runsc: String::new(),
+            load_before: String::new(),
+            load_after: String::new(),
+            spin_ms: None,
+        };
+        let json = json(&samples, &[], &machine, 1, "json", None);
+        assert_eq!(json["rows"]["stdout_large"]["columns"]["fifo"]["p50"], 300.0);
+    }
+}

@@ -1,0 +1,231 @@
+//! One round measures everything once by every means, one after the other, so that whatever the machine does meanwhile is done to all.
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
+
+use crate::{
+    bare::Bare,
+    client::Client,
+    machine,
+    memory::{processes_under, pss_mib},
+    package::Package,
+    programs::{self, Program},
+    raw::{Raw, RawSandbox},
+    samples::{Column, Row, Samples},
+    server::Server,
+    timing::Timing,
+};
+
+/// Where each round's values of a program go.
+struct Rows {
+    first: Option<Row>,
+    done: Row,
+    agent: Option<Row>,
+}
+
+const ECHO: Rows = Rows { first: Some(Row::EchoFirst), done: Row::EchoDone, agent: Some(Row::EchoAgent) };
+const PRINT: Rows = Rows { first: Some(Row::PrintFirst), done: Row::PrintDone, agent: None };
+const IMPORTS: Rows = Rows { first: Some(Row::ImportsFirst), done: Row::ImportsDone, agent: None };
+
+/// Short ones are run more often in a round.
+const ECHOES: usize = 4;
+const PRINTS: usize = 2;
+
+const LARGE_WRITE: usize = 64 * 1024;
+const SMALL_WRITE: usize = 4 * 1024;
+/// How long sandboxes are left alone before their memory is counted: they give back what they don't need.
+const REST: std::time::Duration = std::time::Duration::from_secs(3);
+
+pub(crate) struct Bench {
+    pub(crate) raw: Raw,
+    pub(crate) raw_sandbox: RawSandbox,
+    pub(crate) bare: Bare,
+    pub(crate) server: Server,
+    pub(crate) client: Client,
+    /// None: not there, or it has failed.
+    pub(crate) package: Option<Package>,
+    pub(crate) package_home: PathBuf,
+    pub(crate) package_error: Option<String>,
+    pub(crate) samples: Samples,
+    pub(crate) spins: Vec<f64>,
+    pub(crate) stdout_mib: usize,
+}
+
+impl Bench {
+    pub(crate) async fn round(&mut self, round: usize) -> Result<()> {
+        self.spins.push(machine::spin());
+        for column in turned(round) {
+            self.create(column).await.with_context(|| format!("create: {}", column.title()))?;
+        }
+        self.create_to_output(&programs::echo()).await.context("create to first output")?;
+        for repeat in 0..ECHOES {
+            self.program(round + repeat, &programs::echo(), &ECHO).await?;
+        }
+        for repeat in 0..PRINTS {
+            self.program(round + repeat, &programs::print(), &PRINT).await?;
+        }
+        self.program(round, &programs::imports(), &IMPORTS).await?;
+        self.spins.push(machine::spin());
+        for (row, write) in [(Row::StdoutLarge, LARGE_WRITE), (Row::StdoutSmall, SMALL_WRITE)] {
+            let program = programs::stdout(self.stdout_mib, write);
+            for column in turned(round) {
+                if let Some(timing) = self.run(column, &program).await? {
+                    self.samples.add(row, column, timing.megabytes_per_second());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn create(&mut self, column: Column) -> Result<()> {
+        let ms = match column {
+            Column::Raw => {
+                let (sandbox, ms) = self.raw.create().await?;
+                self.raw.remove(sandbox).await?;
+                ms
+            }
+            // It is what the raw one waits for.
+            Column::Fifo => return Ok(()),
+            Column::Package => {
+                let Some(package) = &mut self.package else { return Ok(()) };
+                let created = package.create().await;
+                let Some(ms) = self.or_without_package(created) else { return Ok(()) };
+                ms
+            }
+            Column::Server => {
+                let (client, ms) = Client::create(self.server.address).await?;
+                client.kill().await?;
+                ms
+            }
+        };
+        self.samples.add(Row::Create, column, ms);
+        Ok(())
+    }
+
+    async fn create_to_output(&mut self, program: &Program) -> Result<()> {
+        let (client, ms) = Client::create_to_output(self.server.address, program).await?;
+        client.kill().await?;
+        self.samples.add(Row::CreateToOutput, Column::Server, ms);
+        if let Some(package) = &mut self.package {
+            let created = package.create_to_output(program).await;
+            if let Some(ms) = self.or_without_package(created) {
+                self.samples.add(Row::CreateToOutput, Column::Package, ms);
+            }
+        }
+        Ok(())
+    }
+
+    async fn program(&mut self, turn: usize, program: &Program, rows: &Rows) -> Result<()> {
+        for column in turned(turn) {
+            let Some(timing) = self.run(column, program).await? else { continue };
+            self.samples.add(rows.done, column, timing.done_ms);
+            for (row, value) in [(rows.first, timing.first_ms), (rows.agent, timing.agent_ms)] {
+                if let (Some(row), Some(value)) = (row, value) {
+                    self.samples.add(row, column, value);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// None: there is no such column.
+    async fn run(&mut self, column: Column, program: &Program) -> Result<Option<Timing>> {
+        let timing = match column {
+            Column::Raw => self.raw.exec(&self.raw_sandbox, program).await,
+            Column::Fifo => self.bare.run(program).await,
+            Column::Server => self.client.run(program).await,
+            Column::Package => {
+                let Some(package) = &mut self.package else { return Ok(None) };
+                let timing = package.exec(program).await;
+                return Ok(self.or_without_package(timing));
+            }
+        };
+        timing.map(Some).with_context(|| format!("{:?} by {}", program.code, column.title()))
+    }
+
+    /// A package that fails is left out from then on.
+    fn or_without_package<T>(&mut self, result: Result<T>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) => {
+                eprintln!("sandboxer-bench: the PyPI package gvisor is left out from here on: {error:#}");
+                self.package_error = Some(format!("{error:#}"));
+                self.package = None;
+                None
+            }
+        }
+    }
+
+    /// Memory of idle sandboxes, `count` of each kind.
+    pub(crate) async fn memory(&mut self, count: usize) -> Result<()> {
+        self.memory_of_server(count).await.context("memory: this server")?;
+        let before = self.raw_memory();
+        let mut sandboxes = Vec::new();
+        for _ in 0..count {
+            sandboxes.push(self.raw.create().await?.0);
+        }
+        tokio::time::sleep(REST).await;
+        self.samples.add(Row::Memory, Column::Raw, share(self.raw_memory() - before, count));
+        for sandbox in sandboxes {
+            self.raw.remove(sandbox).await?;
+        }
+        if let Some(package) = &mut self.package {
+            let before = pss_mib(&processes_under(&self.package_home, 0));
+            let kept = package.keep(count).await;
+            if self.or_without_package(kept).is_some() {
+                tokio::time::sleep(REST).await;
+                let after = pss_mib(&processes_under(&self.package_home, 0));
+                self.samples.add(Row::Memory, Column::Package, share(after - before, count));
+            }
+        }
+        Ok(())
+    }
+
+    fn raw_memory(&self) -> f64 {
+        pss_mib(&processes_under(self.raw.home(), 0))
+    }
+
+    async fn memory_of_server(&mut self, count: usize) -> Result<()> {
+        let of_sandboxes = || pss_mib(&processes_under(&self.server.data, self.server.pid()));
+        let of_server = || pss_mib(&[self.server.pid()]);
+        tokio::time::sleep(REST).await;
+        let (sandboxes, server) = (of_sandboxes(), of_server());
+        let mut clients = Vec::new();
+        for _ in 0..count {
+            clients.push(Client::create(self.server.address).await?.0);
+        }
+        tokio::time::sleep(REST).await;
+        let values = [(Row::Memory, of_sandboxes() - sandboxes), (Row::MemoryOfServer, of_server() - server)];
+        for (row, value) in values {
+            self.samples.add(row, Column::Server, share(value, count));
+        }
+        for client in clients {
+            client.kill().await?;
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn end(self) -> Result<()> {
+        self.client.kill().await?;
+        self.bare.remove().await?;
+        self.raw.remove(self.raw_sandbox).await?;
+        self.server.end().await?;
+        match self.package {
+            Some(package) => package.end().await,
+            None => Ok(()),
+        }
+    }
+}
+
+/// The columns, another one first each time: what comes first in a round has the machine's caches as something else left them.
+fn turned(round: usize) -> [Column; 4] {
+    let mut columns = Column::ALL;
+    columns.rotate_left(round % Column::ALL.len());
+    columns
+}
+
+#[expect(clippy::cast_precision_loss, reason = "some sandboxes")]
+fn share(total: f64, count: usize) -> f64 {
+    total / count.max(1) as f64
+}

@@ -1,0 +1,160 @@
+//! What was measured: for each row and column the values of all rounds.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+/// What is measured. The order is that of the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Row {
+    Create,
+    CreateToOutput,
+    EchoFirst,
+    EchoDone,
+    EchoAgent,
+    PrintFirst,
+    PrintDone,
+    ImportsFirst,
+    ImportsDone,
+    StdoutLarge,
+    StdoutSmall,
+    Memory,
+    MemoryOfServer,
+}
+
+impl Row {
+    pub(crate) const ALL: [Self; 13] = [
+        Self::Create,
+        Self::CreateToOutput,
+        Self::EchoFirst,
+        Self::EchoDone,
+        Self::EchoAgent,
+        Self::PrintFirst,
+        Self::PrintDone,
+        Self::ImportsFirst,
+        Self::ImportsDone,
+        Self::StdoutLarge,
+        Self::StdoutSmall,
+        Self::Memory,
+        Self::MemoryOfServer,
+    ];
+
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Create => "create, until it answers (RUNNING), ms",
+            Self::CreateToOutput => "create to first output, ms",
+            Self::EchoFirst => "bash echo, first byte, ms",
+            Self::EchoDone => "bash echo, to its end (DONE), ms",
+            Self::EchoAgent => "bash echo, as the agent measures it, ms",
+            Self::PrintFirst => "Python print, first byte, ms",
+            Self::PrintDone => "Python print, to its end (DONE), ms",
+            Self::ImportsFirst => "Python with four imports, first byte, ms",
+            Self::ImportsDone => "Python with four imports, to its end, ms",
+            Self::StdoutLarge => "stdout by 64 KiB writes, MB/s",
+            Self::StdoutSmall => "stdout by 4 KiB writes, MB/s",
+            Self::Memory => "memory of an idle sandbox (PSS), MiB",
+            Self::MemoryOfServer => "... and of the server for it (PSS), MiB",
+        }
+    }
+
+    /// Of a rate the worst is the lowest.
+    fn more_is_better(self) -> bool {
+        matches!(self, Self::StdoutLarge | Self::StdoutSmall)
+    }
+}
+
+/// By what means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Column {
+    /// `runsc run` and `runsc exec`, nothing around them.
+    Raw,
+    /// The agent over its FIFOs, spoken to by a reader that discards everything.
+    Fifo,
+    /// The PyPI package `gvisor`.
+    Package,
+    Server,
+}
+
+impl Column {
+    pub(crate) const ALL: [Self; 4] = [Self::Raw, Self::Fifo, Self::Package, Self::Server];
+
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Raw => "raw runsc",
+            Self::Fifo => "agent, bare",
+            Self::Package => "PyPI gvisor",
+            Self::Server => "this server",
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Samples(BTreeMap<(Row, Column), Vec<f64>>);
+
+impl Samples {
+    pub(crate) fn add(&mut self, row: Row, column: Column, value: f64) {
+        self.0.entry((row, column)).or_default().push(value);
+    }
+
+    pub(crate) fn get(&self, row: Row, column: Column) -> &[f64] {
+        self.0.get(&(row, column)).map_or(&[], Vec::as_slice)
+    }
+
+    pub(crate) fn summary(&self, row: Row, column: Column) -> Option<Summary> {
+        let mut summary = Summary::of(self.get(row, column))?;
+        if row.more_is_better() {
+            let negated: Vec<f64> = self.get(row, column).iter().map(|value| -value).collect();
+            summary.p99 = -percentile(&negated, 99.0)?;
+        }
+        Some(summary)
+    }
+}
+
+/// The middle and the worst of a hundred. For a rate the worst is the lowest.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(crate) struct Summary {
+    pub(crate) p50: f64,
+    pub(crate) p99: f64,
+    pub(crate) count: usize,
+}
+
+impl Summary {
+    pub(crate) fn of(values: &[f64]) -> Option<Self> {
+        Some(Self { p50: percentile(values, 50.0)?, p99: percentile(values, 99.0)?, count: values.len() })
+    }
+}
+
+/// The smallest value that at least this share of all is not above. With few values the 99th is the largest.
+#[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a few thousand values at most")]
+pub(crate) fn percentile(values: &[f64], share: f64) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (share / 100.0 * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_values_that_were_seen() {
+        let values = [5.0, 1.0, 4.0, 2.0, 3.0];
+        assert_eq!(percentile(&values, 50.0), Some(3.0));
+        assert_eq!(percentile(&values, 99.0), Some(5.0));
+        assert_eq!(percentile(&[], 50.0), None);
+    }
+
+    #[test]
+    fn the_worst_of_a_rate_is_the_lowest() {
+        let mut samples = Samples::default();
+        for value in [10.0, 30.0, 20.0] {
+            samples.add(Row::StdoutLarge, Column::Server, value);
+            samples.add(Row::EchoDone, Column::Server, value);
+        }
+        assert_eq!(samples.summary(Row::StdoutLarge, Column::Server).map(|s| (s.p50, s.p99)), Some((20.0, 10.0)));
+        assert_eq!(samples.summary(Row::EchoDone, Column::Server).map(|s| (s.p50, s.p99)), Some((20.0, 30.0)));
+    }
+}

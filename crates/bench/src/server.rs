@@ -1,0 +1,103 @@
+//! The server under test: the release binary as a process of its own, on a data directory of its own.
+
+use std::{
+    fs::{self, File},
+    io,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+use tokio::{
+    io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
+    net::TcpStream,
+    process::{Child, Command},
+    time::{sleep, timeout},
+};
+
+/// The first start on a machine builds the base image.
+const READY_LIMIT: Duration = Duration::from_secs(600);
+const END_LIMIT: Duration = Duration::from_secs(30);
+/// More than are measured at once.
+const MAX_SANDBOXES: &str = "1000";
+
+pub(crate) struct Server {
+    child: Child,
+    pub(crate) address: SocketAddr,
+    pub(crate) data: PathBuf,
+}
+
+impl Server {
+    pub(crate) async fn start(binary: &Path, runsc: &Path, image_dir: Option<&Path>, home: &Path) -> Result<Self> {
+        let data = home.join("data");
+        let log = home.join("server.log");
+        let mut command = Command::new(binary);
+        for (name, _) in std::env::vars_os().filter(|(name, _)| name.as_encoded_bytes().starts_with(b"SANDBOXER_")) {
+            command.env_remove(name);
+        }
+        command.args(["serve", "--listen", "127.0.0.1:0", "--max-sandboxes", MAX_SANDBOXES, "--data-dir"]).arg(&data);
+        command.arg("--runsc").arg(runsc);
+        if let Some(image_dir) = image_dir {
+            command.arg("--image-dir").arg(image_dir);
+        }
+        let mut child = command
+            .env_remove("PORT")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(File::create(&log)?)
+            .spawn()
+            .with_context(|| format!("{} can't be started; `make build` makes it", binary.display()))?;
+        let failed = || format!("the server does not start; its log:\n{}", fs::read_to_string(&log).unwrap_or_default());
+        let stdout = child.stdout.take().context("its output is not there")?;
+        let line = timeout(READY_LIMIT, BufReader::new(stdout).lines().next_line()).await.with_context(failed)??.with_context(failed)?;
+        let address = line.strip_prefix("sandboxer listening on http://").and_then(|address| address.trim_end_matches('/').parse().ok());
+        let server = Self { child, address: address.with_context(failed)?, data };
+        let begun = Instant::now();
+        while !server.is_ready().await {
+            if begun.elapsed() > READY_LIMIT {
+                bail!(failed());
+            }
+            sleep(Duration::from_millis(50)).await;
+        }
+        Ok(server)
+    }
+
+    async fn is_ready(&self) -> bool {
+        let ask = async {
+            let mut stream = TcpStream::connect(self.address).await?;
+            stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).await?;
+            io::Result::Ok(answer.starts_with("HTTP/1.1 200"))
+        };
+        ask.await.unwrap_or(false)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id().unwrap_or_default()
+    }
+
+    /// The image that a sandbox of this server was started from.
+    pub(crate) fn image_of(&self, sandbox_id: &str) -> Result<PathBuf> {
+        let path = self.data.join("sandboxes").join(sandbox_id).join("config.json");
+        let spec: Value = serde_json::from_slice(&fs::read(&path).with_context(|| path.display().to_string())?)?;
+        let image = spec["annotations"]["dev.gvisor.spec.rootfs.source"].as_str().context("its OCI spec names no image")?;
+        Ok(image.into())
+    }
+
+    pub(crate) async fn end(mut self) -> Result<()> {
+        kill(Pid::from_raw(i32::try_from(self.pid())?), Signal::SIGTERM)?;
+        if timeout(END_LIMIT, self.child.wait()).await.is_err() {
+            self.child.kill().await?;
+            bail!("the server did not end by SIGTERM");
+        }
+        Ok(())
+    }
+}
