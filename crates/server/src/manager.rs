@@ -108,6 +108,8 @@ pub(crate) struct Manager {
     slots: Arc<Semaphore>,
     tenants: Arc<Tenants>,
     drivers: TaskTracker,
+    /// Every WebSocket holds a token of it for as long as it is open.
+    pub(crate) sockets: TaskTracker,
     stopping: AtomicBool,
 }
 
@@ -126,6 +128,7 @@ impl Manager {
             obituaries,
             sandboxes: Mutex::default(),
             drivers: TaskTracker::new(),
+            sockets: TaskTracker::new(),
             stopping: AtomicBool::new(false),
         }))
     }

@@ -108,7 +108,10 @@ impl Server {
         self.manager.stop(stop).await;
         self.closing.cancel();
         self.connections.close();
-        if timeout(CONNECTIONS_GRACE, self.connections.wait()).await.is_err() {
+        self.manager.sockets.close();
+        // An upgraded connection is served by a task of its own.
+        let closed = async { tokio::join!(self.connections.wait(), self.manager.sockets.wait()) };
+        if timeout(CONNECTIONS_GRACE, closed).await.is_err() {
             debug!("some connections did not close in time");
         }
     }

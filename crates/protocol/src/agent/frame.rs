@@ -240,6 +240,7 @@ impl ServerDecoder {
     ///
     /// # Errors
     /// The bytes are no frame. The conversation is over: open a new one, or give the sandbox up.
+    #[expect(clippy::should_implement_trait, reason = "no iterator: after none there may be more")]
     pub fn next(&mut self) -> Result<Option<FromAgentFrame>, Corrupt> {
         if let Some(nonce) = &self.waiting_for {
             match memmem::find(&self.buffer, nonce.as_bytes()) {
@@ -315,6 +316,7 @@ impl AgentDecoder {
     }
 
     /// The next thing that is whole. Bytes that are no frame are dropped up to the next marker.
+    #[expect(clippy::should_implement_trait, reason = "no iterator: after none there may be more")]
     pub fn next(&mut self) -> Option<AgentEvent> {
         let marker_at = self.find_marker();
         if !self.lost {

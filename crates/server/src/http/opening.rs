@@ -43,7 +43,7 @@ pub(super) async fn create(
     upgrade: WebSocketUpgrade,
 ) -> Response {
     upgrade_with(&manager, upgrade).on_upgrade(move |socket| async move {
-        let _client = manager.metrics.client();
+        let _open = (manager.sockets.token(), manager.metrics.client());
         if let Err(error) = opened_create(&manager, owner, socket).await {
             debug!(%error, "a client went away before it had its sandbox");
         }
@@ -59,7 +59,7 @@ pub(super) async fn attach(
 ) -> Response {
     let token = headers.get("x-sandbox-token").and_then(|value| value.to_str().ok()).map(str::to_owned).or(query.sandbox_token);
     upgrade_with(&manager, upgrade).on_upgrade(move |socket| async move {
-        let _client = manager.metrics.client();
+        let _open = (manager.sockets.token(), manager.metrics.client());
         if let Err(error) = opened_attach(&manager, &id, token.as_deref(), socket).await {
             debug!(%error, "a client went away before it was attached");
         }
