@@ -22,9 +22,11 @@ test: test-image
 soak: test-image
 	scripts/soak
 
+# BENCH_ARGS: --rounds N, --check (exit code 1 if a bar is missed), --json FILE; see docs/benchmarks.
+bench: export SANDBOXER_IMAGE_DIR ?= $(CURDIR)/target/images
 bench: build
-	scripts/setup --bench
-	$(CARGO) run --release -p sandboxer-bench
+	@scripts/setup --bench
+	$(CARGO) run --release -p sandboxer-bench -- $(BENCH_ARGS)
 
 fmt:
 	$(CARGO) fmt --all

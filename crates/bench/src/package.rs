@@ -1,12 +1,14 @@
 //! The PyPI package `gvisor`, driven by a script of ours that does one thing at a time, so that rounds interleave.
 
 use std::{
+    fs,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
+use nix::mount::{MntFlags, umount2};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::{
@@ -25,6 +27,7 @@ pub(crate) struct Package {
     child: Child,
     requests: ChildStdin,
     answers: Lines<BufReader<ChildStdout>>,
+    home: PathBuf,
 }
 
 #[derive(Debug, Deserialize)]
@@ -54,7 +57,7 @@ impl Package {
             .spawn()
             .with_context(|| format!("{} can't be started; scripts/setup --bench installs it", python.display()))?;
         let (Some(requests), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else { bail!("its streams are not there") };
-        let mut package = Self { child, requests, answers: BufReader::new(stdout).lines() };
+        let mut package = Self { child, requests, answers: BufReader::new(stdout).lines(), home: home.to_owned() };
         package.answer().await.context("the package gvisor is not there; scripts/setup --bench installs it")?;
         package.keep(1).await?;
         Ok(package)
@@ -74,6 +77,7 @@ impl Package {
         let created = self.ask(request).await?;
         // It is closed now; the sandbox's process became ours when runsc run ended.
         reaping(self.answer()).await?;
+        unmount_below(&self.home);
         created.ms.context("an answer without a time")
     }
 
@@ -94,6 +98,7 @@ impl Package {
         timeout(END_LIMIT, reaping(closed)).await.context("the package does not close its sandboxes")?;
         // Reaped already, most likely.
         let _ = self.child.start_kill();
+        unmount_below(&self.home);
         Ok(())
     }
 
@@ -109,5 +114,14 @@ impl Package {
             Some(error) => bail!("{error}"),
             None => Ok(answer),
         }
+    }
+}
+
+/// The package leaves a mount of runsc's behind with each sandbox (`null-netns`), and with it the sandbox's directory.
+fn unmount_below(home: &Path) {
+    let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(Path::new);
+    for point in points.filter(|point| point.starts_with(home)) {
+        let _ = umount2(point, MntFlags::MNT_DETACH);
     }
 }
