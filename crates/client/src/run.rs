@@ -157,6 +157,13 @@ impl Run {
         Ok(Output { stdout: output.stdout, stderr: output.stderr, exit, truncated })
     }
 
+    /// Its input, for another task to write. This `Run` has it no more: its own [`stdin`](Self::stdin) is then closed.
+    #[must_use]
+    pub fn take_stdin(&mut self) -> Stdin {
+        let closed = Stdin { input: mpsc::channel(1).0, acknowledged: watch::channel(None).1, written: 0 };
+        std::mem::replace(&mut self.stdin, closed)
+    }
+
     /// Its input.
     #[must_use]
     pub fn stdin(&mut self) -> &mut Stdin {

@@ -74,6 +74,7 @@ pub struct Model {
     /// How often each execution was started.
     pub started: BTreeMap<String, usize>,
     pub signals: Vec<i32>,
+    pub size: Option<(u16, u16)>,
     pub killed: bool,
     client: Option<Client>,
     outbox: VecDeque<ToClient>,
@@ -214,6 +215,7 @@ impl Model {
                 }
             }
             Request::Signal { signal } => self.signals.push(signal),
+            Request::Resize { rows, cols } => self.size = Some((rows, cols)),
             Request::KillSandbox => {
                 self.killed = true;
                 self.say(Status::Killing);

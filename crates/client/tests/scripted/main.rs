@@ -1,0 +1,333 @@
+//! The whole client against a server in this process, over a network that fails.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+#![allow(unreachable_pub, dead_code, reason = "the model is shared with the tests of the session")]
+
+#[path = "../../src/session/model.rs"]
+mod model;
+mod server;
+
+use std::time::{Duration, Instant};
+
+use sandboxer_client::{Connection, Ended, Error, ErrorCode, Execution, Options, OutputStream, ResumeFrom, Sandbox};
+use sandboxer_e2e::{CutProxy, Fault, count, seed};
+use sandboxer_protocol::client::Status;
+use server::{Manner, Scripted};
+use tokio::time::{sleep, timeout};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Notices everything soon.
+fn quick() -> Connection {
+    Connection::default().pings(Duration::from_millis(300), Duration::from_millis(500)).connect_timeout(Duration::from_secs(2))
+}
+
+fn options() -> Options {
+    Options::default().connection(quick())
+}
+
+/// Runs a program of so many lines that echoes `input`; returns what came of it.
+async fn echo(sandbox: &Sandbox, lines: usize, raw: bool, input: Vec<u8>) -> (Vec<u8>, Vec<u8>) {
+    let mut run = sandbox.run(Execution::python(lines.to_string()).raw(raw)).await.unwrap();
+    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    let mut sent = 0;
+    loop {
+        // Writes as it reads, so that both directions are under way when the connection breaks.
+        if sent <= input.len() {
+            let piece = &input[sent..(sent + 700).min(input.len())];
+            if piece.is_empty() {
+                run.stdin_eof().await.unwrap();
+            } else {
+                run.stdin().write(piece).await.unwrap();
+            }
+            sent += piece.len().max(1);
+        }
+        let Some(piece) = timeout(DEADLINE, run.next()).await.expect("it hangs") else { break };
+        let collected = if piece.stream == OutputStream::Stdout { &mut stdout } else { &mut stderr };
+        assert_eq!(piece.offset, collected.len() as u64);
+        collected.extend_from_slice(&piece.data);
+    }
+    assert_eq!(run.wait().await.unwrap().code, Some(0));
+    (stdout, stderr)
+}
+
+#[tokio::test]
+async fn a_failing_network_is_not_noticed() {
+    let cuts = count(40, 500);
+    let server = Scripted::start(seed(), []).await;
+    let faults = [Fault::Cut, Fault::Cut, Fault::Cut, Fault::HalfOpen, Fault::Silent(Duration::from_secs(1))];
+    let proxy = CutProxy::start(server.address(), seed(), 200..12_000, &faults).await;
+    let options = Options::default().connection(quick().open_within(DEADLINE));
+    let sandbox = Sandbox::create(&format!("http://{}", proxy.address()), options).await.unwrap();
+    let mut runs = 0;
+    while proxy.happened() < cuts {
+        let input: Vec<u8> = (0..300).flat_map(|line| format!("input {runs} {line}\n").into_bytes()).collect();
+        let (stdout, stderr) = echo(&sandbox, 100, runs % 2 == 0, input.clone()).await;
+        let model = server.model();
+        let program = model.program.as_ref().unwrap();
+        assert!(program.input == input, "run {runs}: stdin differs");
+        assert!(program.output.stdout == stdout, "run {runs}: stdout differs");
+        assert!(program.output.stderr == stderr, "run {runs}: stderr differs");
+        runs += 1;
+    }
+    {
+        let model = server.model();
+        assert_eq!(model.started.len(), runs);
+        assert!(model.started.values().all(|count| *count == 1), "{:?}", model.started);
+    }
+    proxy.heal();
+    sandbox.kill_sandbox().await.unwrap();
+    assert!(server.model().killed);
+}
+
+#[tokio::test]
+async fn cookies_lead_back_to_the_instance() {
+    let manner = |set_cookies: &[&'static str]| Manner { set_cookies: set_cookies.to_vec(), ..Manner::default() };
+    let manners = [manner(&["route=a; Path=/", "other=1"]), manner(&["route=b"]), manner(&["other=; Max-Age=0"]), Manner::default()];
+    let server = Scripted::start(1, manners).await;
+    let sandbox = Sandbox::create(&server.url(), options().api_key("key")).await.unwrap();
+    for _ in 0..3 {
+        assert_eq!(sandbox.python("3").await.unwrap().output().await.unwrap().exit.code, Some(0));
+        server.cut();
+        sleep(Duration::from_millis(50)).await;
+    }
+    sandbox.python("3").await.unwrap().output().await.unwrap();
+    let sent: Vec<_> = server
+        .handshakes()
+        .iter()
+        .map(|(path, headers)| {
+            assert_eq!(headers["authorization"], "Bearer key");
+            let attach = path.starts_with("/attach/");
+            assert_eq!(headers.contains_key("x-sandbox-token"), attach);
+            headers.get("cookie").map(|value| value.to_str().unwrap().to_owned())
+        })
+        .collect();
+    let expected = [None, Some("route=a; other=1"), Some("other=1; route=b"), Some("route=b")];
+    assert_eq!(sent, expected.map(|cookie| cookie.map(str::to_owned)));
+}
+
+#[tokio::test]
+async fn a_dead_connection_is_left_within_the_time_that_was_set() {
+    let server = Scripted::start(1, [Manner::default(), Manner { mute: true, ..Manner::default() }, Manner::default()]).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let start = Instant::now();
+    server.cut();
+    // The next connection is the mute one.
+    sandbox.python("3").await.unwrap().output().await.unwrap();
+    let took = start.elapsed();
+    assert!(took >= Duration::from_millis(800) && took < Duration::from_secs(3), "{took:?}");
+    assert_eq!(server.handshakes().len(), 3);
+}
+
+#[tokio::test]
+async fn in_use_is_borne_after_an_own_cut_and_told_at_once_otherwise() {
+    let away = |status| Manner { turn_away: Some(status), ..Manner::default() };
+    let (in_use, moving) = (away(Status::InUse), away(Status::HandoffInProgress));
+    let server = Scripted::start(1, [Manner::default(), in_use.clone(), in_use.clone(), moving, Manner::default()]).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    server.cut();
+    sandbox.python("3").await.unwrap().output().await.unwrap();
+    assert_eq!(server.handshakes().len(), 5);
+
+    let server = Scripted::start(1, [in_use]).await;
+    let start = Instant::now();
+    let error = Sandbox::attach(&server.url(), sandbox.id(), None).await.unwrap_err();
+    assert!(matches!(error, Error::InUse { .. }), "{error:?}");
+    assert!(start.elapsed() < Duration::from_secs(1));
+}
+
+#[tokio::test]
+async fn in_use_for_too_long_is_an_error() {
+    let in_use = Manner { turn_away: Some(Status::InUse), ..Manner::default() };
+    let server = Scripted::start(1, [Manner::default(), in_use]).await;
+    let options = Options::default().connection(quick().in_use_for(Duration::from_millis(500)));
+    let sandbox = Sandbox::create(&server.url(), options).await.unwrap();
+    server.cut();
+    let error = sandbox.python("3").await.unwrap_err();
+    assert!(matches!(error, Error::InUse { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_server_that_stays_away_is_given_up() {
+    let server = Scripted::start(1, []).await;
+    let url = server.url();
+    let options = Options::default().connection(quick().give_up_after(Duration::from_millis(600)));
+    let sandbox = Sandbox::create(&url, options).await.unwrap();
+    let mut run = sandbox.python("1000000").await.unwrap();
+    server.cut();
+    drop(server);
+    let start = Instant::now();
+    let error = run.wait().await.unwrap_err();
+    assert!(matches!(error, Error::Unavailable { .. }), "{error:?}");
+    assert!(start.elapsed() < Duration::from_secs(3));
+    // And it stays so, for every handle.
+    assert_eq!(run.wait().await.unwrap_err(), error);
+    assert_eq!(run.kill().await.unwrap_err(), error);
+    assert_eq!(sandbox.python("1").await.unwrap_err(), error);
+    assert_eq!(run.stdin().write("x").await.unwrap_err(), Error::InputClosed);
+    let connection = quick().open_within(Duration::from_millis(100));
+    let error = Sandbox::attach_with(&url, sandbox.id(), None, connection, ResumeFrom::default()).await.unwrap_err();
+    assert!(matches!(error, Error::Unavailable { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_refused_handshake_says_what_to_do() {
+    for (status, expected) in [(401, "Denied"), (403, "Denied"), (404, "Refused"), (302, "Refused")] {
+        let server = Scripted::start(1, [Manner { status: Some(status), ..Manner::default() }]).await;
+        let error = Sandbox::create(&server.url(), options()).await.unwrap_err();
+        assert!(format!("{error:?}").starts_with(expected), "{status}: {error:?}");
+        assert_eq!(server.handshakes().len(), 1, "{status} is final");
+    }
+    let busy = Manner { status: Some(503), ..Manner::default() };
+    let server = Scripted::start(1, [busy.clone(), busy, Manner::default()]).await;
+    Sandbox::create(&server.url(), options()).await.unwrap();
+    assert_eq!(server.handshakes().len(), 3);
+}
+
+#[tokio::test]
+async fn a_program_that_is_too_large_for_the_server_is_not_sent_for_ever() {
+    let too_large = Manner { close: Some(1009), ..Manner::default() };
+    // The configuration is a message too; it passes.
+    let server = Scripted::start(1, [Manner::default(), too_large, Manner::default()]).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    server.cut();
+    sleep(Duration::from_millis(200)).await;
+    let error = sandbox.python("3").await.unwrap_err();
+    assert!(matches!(error, Error::Invalid { .. }), "{error:?}");
+    sandbox.python("3").await.unwrap().output().await.unwrap();
+}
+
+#[tokio::test]
+async fn one_program_runs_at_a_time_and_a_dropped_one_is_not_in_the_way() {
+    let server = Scripted::start(1, []).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let run = sandbox.python("5").await.unwrap();
+    let error = sandbox.python("1").await.unwrap_err();
+    assert!(matches!(error, Error::Refused { code: ErrorCode::ExecutionInProgress, .. }), "{error:?}");
+    assert!(error.is_temporary());
+    let killer = run.controller();
+    drop(run);
+    killer.kill().await.unwrap();
+    // It is gone when it is gone.
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        match sandbox.python("1").await {
+            Ok(run) => {
+                run.output().await.unwrap();
+                break;
+            }
+            Err(error) => assert!(error.is_temporary() && Instant::now() < deadline, "{error:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn signals_kills_and_ends_get_through() {
+    let server = Scripted::start(1, []).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let mut run = sandbox.python("5").await.unwrap();
+    run.signal("SIGINT").await.unwrap();
+    assert!(matches!(run.signal("SIGNOT").await, Err(Error::Invalid { .. })));
+    run.resize(3, 4).await.unwrap();
+    run.kill().await.unwrap();
+    let exit = run.wait().await.unwrap();
+    assert_eq!((exit.signal.as_deref(), exit.shell_code(), exit.duration), (Some("SIGKILL"), 137, Duration::from_micros(1500)));
+    {
+        let model = server.model();
+        assert_eq!((model.signals.as_slice(), model.size), (&[2][..], Some((3, 4))));
+    }
+    run.kill().await.unwrap();
+    assert!(matches!(run.signal("SIGINT").await, Err(Error::Refused { code: ErrorCode::NothingRunning, .. })));
+    assert_eq!(run.stdin().write("x").await, Err(Error::InputClosed));
+}
+
+#[tokio::test]
+async fn another_client_goes_on_where_the_first_had_got_to() {
+    let server = Scripted::start(1, []).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let mut run = sandbox.python("50").await.unwrap();
+    run.stdin().write("first ").await.unwrap();
+    run.stdin().flush().await.unwrap();
+    let mut stdout = Vec::new();
+    while stdout.len() < 500 {
+        let piece = run.next().await.unwrap();
+        if piece.stream == OutputStream::Stdout {
+            stdout.extend_from_slice(&piece.data);
+        }
+    }
+    let (id, token) = (sandbox.id(), sandbox.token().unwrap().to_owned());
+    let from = ResumeFrom::offsets(run.id().clone(), run.offsets().0, run.offsets().1);
+    drop((sandbox, run));
+    let sandbox = Sandbox::attach_with(&server.url(), id, Some(&token), quick(), from).await.unwrap();
+    let mut run = sandbox.resume().await.unwrap().expect("it runs");
+    assert!(sandbox.resume().await.unwrap().is_none());
+    run.stdin().write("second").await.unwrap();
+    run.stdin_eof().await.unwrap();
+    // What the first client's connection had acknowledged by its pongs and not consumed is gone, and is seen to be.
+    let mut expected = stdout.len() as u64;
+    let mut gone = 0;
+    while let Some(piece) = run.next().await {
+        if piece.stream == OutputStream::Stdout {
+            gone += piece.offset - expected;
+            expected = piece.end;
+            stdout.extend_from_slice(&piece.data);
+        }
+    }
+    assert!(run.wait().await.unwrap().success());
+    let model = server.model();
+    let program = model.program.as_ref().unwrap();
+    assert_eq!(program.input, b"first second");
+    assert_eq!(stdout.len() as u64 + gone, program.output.stdout.len() as u64);
+}
+
+#[tokio::test]
+async fn a_killed_sandbox_is_gone_for_every_handle() {
+    let server = Scripted::start(1, []).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let (id, token) = (sandbox.id(), sandbox.token().unwrap().to_owned());
+    let mut run = sandbox.python("5").await.unwrap();
+    sandbox.kill_sandbox().await.unwrap();
+    let error = run.wait().await.unwrap_err();
+    assert!(matches!(error, Error::SandboxEnded { reason: Ended::Killed, .. }), "{error:?}");
+    let error = Sandbox::attach(&server.url(), id, Some(&token)).await.unwrap_err();
+    assert!(matches!(error, Error::NotFound { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_closed_sandbox_goes_on_without_its_client() {
+    let server = Scripted::start(1, []).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let (id, token) = (sandbox.id(), sandbox.token().unwrap().to_owned());
+    let mut run = sandbox.python("1000").await.unwrap();
+    sandbox.close().await;
+    assert_eq!(run.wait().await, Err(Error::Closed));
+    assert!(!server.model().killed);
+    let sandbox = Sandbox::attach(&server.url(), id, Some(&token)).await.unwrap();
+    let output = sandbox.resume().await.unwrap().expect("it runs").output().await.unwrap();
+    assert!(output.exit.success() && !output.stdout.is_empty());
+}
+
+#[tokio::test]
+async fn a_slow_consumer_stops_the_server_and_loses_nothing() {
+    let server = Scripted::start(1, []).await;
+    let options = Options::default().connection(quick().output_buffer(2048));
+    let sandbox = Sandbox::create(&server.url(), options).await.unwrap();
+    let mut run = sandbox.python("400").await.unwrap();
+    run.stdin_eof().await.unwrap();
+    // Nothing is read and nothing ponged meanwhile, and that is no reason to leave the connection.
+    sleep(Duration::from_secs(2)).await;
+    assert!(server.model().program.as_ref().unwrap().ended.is_none(), "the program waits");
+    assert_eq!(server.handshakes().len(), 1);
+    let output = run.output().await.unwrap();
+    let model = server.model();
+    let program = model.program.as_ref().unwrap();
+    assert!(output.stdout == program.output.stdout && output.stderr == program.output.stderr && !output.truncated);
+}
+
+#[tokio::test]
+async fn collecting_can_be_limited() {
+    let server = Scripted::start(1, []).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let output = sandbox.python("200").await.unwrap().output_up_to(100).await.unwrap();
+    assert_eq!((output.stdout.len(), output.stderr.len(), output.truncated, output.exit.success()), (100, 100, true, true));
+}
