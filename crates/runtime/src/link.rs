@@ -2,7 +2,7 @@
 
 use std::{io, time::Duration};
 
-use bytes::{Bytes, BytesMut};
+use bytes::{Buf as _, BytesMut};
 use sandboxer_protocol::agent::{
     AGENT_PROTOCOL_VERSION, Corrupt, ExecSpec, ExecutionNumber, FromAgent, FromAgentFrame, Marker, NONCE_BYTES, Nonce, ServerDecoder,
     ToAgent, encode_exec, encode_opening, encode_stdin, encode_to_agent,
@@ -14,8 +14,10 @@ use tokio::{
 
 use crate::{Ended, Instance};
 
-/// What is read at a time.
-const READ_BYTES: usize = 256 * 1024;
+/// What is read at a time: as much as a FIFO holds.
+const READ_BYTES: usize = 1024 * 1024;
+/// Room that is kept for what is written.
+const KEEP_BYTES: usize = 64 * 1024;
 
 /// Why a conversation can't go on. The sandbox may well be alive: take it up and open another one.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +33,8 @@ pub enum LinkError {
     Io(#[from] io::Error),
     #[error("the agent answered the opening with something else")]
     NotAReply,
+    #[error("the agent speaks version {0} of the protocol, which this server does not know")]
+    Version(u32),
 }
 
 impl From<Elapsed> for LinkError {
@@ -72,46 +76,83 @@ impl LinkReader {
     }
 }
 
-/// Frames to the agent. A send that is dropped half-way leaves half a frame behind: open a new conversation then.
+/// Frames to the agent. They are queued and written as the FIFO takes them; whoever queues looks at [`Self::backlog`] first, since that
+/// is all that bounds it.
 pub struct LinkWriter {
     stream: Box<dyn AsyncWrite + Send + Unpin>,
-    buffer: BytesMut,
+    queue: BytesMut,
 }
 
 impl LinkWriter {
+    pub fn queue(&mut self, message: &ToAgent) {
+        encode_to_agent(&mut self.queue, message);
+    }
+
+    pub fn queue_exec(&mut self, spec: &ExecSpec, code: &[u8]) {
+        encode_exec(&mut self.queue, spec, code);
+    }
+
+    pub fn queue_stdin(&mut self, number: ExecutionNumber, offset: u64, data: &[u8]) {
+        encode_stdin(&mut self.queue, number, offset, data);
+    }
+
+    /// Bytes that wait to be written.
+    #[must_use]
+    pub fn backlog(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Writes what the FIFO takes now. Cancel-safe: what was not written stays.
+    ///
+    /// # Errors
+    /// The sandbox is gone.
+    pub async fn flush_some(&mut self) -> io::Result<()> {
+        let written = self.stream.write(&self.queue).await?;
+        self.queue.advance(written);
+        if self.queue.is_empty() && self.queue.capacity() > KEEP_BYTES {
+            self.queue = BytesMut::new();
+        }
+        Ok(())
+    }
+
+    /// Writes everything. Cancel-safe, like [`Self::flush_some`].
+    ///
+    /// # Errors
+    /// The sandbox is gone.
+    pub async fn flush(&mut self) -> Result<(), LinkError> {
+        while !self.queue.is_empty() {
+            self.flush_some().await?;
+        }
+        // A pipe needs none, the fake's stream might.
+        Ok(self.stream.flush().await?)
+    }
+
     /// # Errors
     /// The sandbox is gone.
     pub async fn send(&mut self, message: &ToAgent) -> Result<(), LinkError> {
-        encode_to_agent(&mut self.buffer, message);
+        self.queue(message);
         self.flush().await
     }
 
     /// # Errors
     /// The sandbox is gone.
     pub async fn exec(&mut self, spec: &ExecSpec, code: &[u8]) -> Result<(), LinkError> {
-        encode_exec(&mut self.buffer, spec, code);
+        self.queue_exec(spec, code);
         self.flush().await
     }
 
     /// # Errors
     /// The sandbox is gone.
     pub async fn stdin(&mut self, number: ExecutionNumber, offset: u64, data: &[u8]) -> Result<(), LinkError> {
-        encode_stdin(&mut self.buffer, number, offset, data);
+        self.queue_stdin(number, offset, data);
         self.flush().await
     }
 
     /// # Errors
     /// The sandbox is gone.
     pub async fn send_raw(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
-        self.buffer.extend_from_slice(bytes);
+        self.queue.extend_from_slice(bytes);
         self.flush().await
-    }
-
-    async fn flush(&mut self) -> Result<(), LinkError> {
-        let bytes: Bytes = self.buffer.split().freeze();
-        self.stream.write_all(&bytes).await?;
-        // A pipe needs none, the fake's stream might.
-        Ok(self.stream.flush().await?)
     }
 }
 
@@ -130,13 +171,16 @@ pub struct Link {
 /// The agent does not answer within the limit, or not with a reply.
 pub async fn open(instance: Instance, marker: &Marker, limit: Duration) -> Result<Link, LinkError> {
     let nonce = Nonce::new(rand::random::<[u8; NONCE_BYTES]>());
-    let mut writer = LinkWriter { stream: instance.to_agent, buffer: BytesMut::new() };
+    let mut writer = LinkWriter { stream: instance.to_agent, queue: BytesMut::new() };
     let mut reader = LinkReader { stream: instance.from_agent, decoder: ServerDecoder::new(nonce) };
     let opening = encode_opening(marker, AGENT_PROTOCOL_VERSION, nonce);
     // Both at once: an agent that is in the middle of sending reads nothing until somebody takes what it sends.
     let (sent, answer) = timeout(limit, async { tokio::join!(writer.send_raw(&opening), reader.recv()) }).await?;
     sent?;
     match answer? {
+        FromAgentFrame::Control(FromAgent::HelloReply { version, .. }) if version != AGENT_PROTOCOL_VERSION => {
+            Err(LinkError::Version(version))
+        }
         FromAgentFrame::Control(hello @ FromAgent::HelloReply { .. }) => Ok(Link { hello, reader, writer, ended: instance.ended }),
         _ => Err(LinkError::NotAReply),
     }

@@ -14,10 +14,13 @@ use std::{
 
 use sandboxer_protocol::{
     SandboxId,
-    agent::{AgentConfig, Marker},
+    agent::{AgentConfig, Enforced, FromAgent, Marker},
     client::{CreateConfig, ErrorCode, LimitsRequest, Network, ServerEvent},
 };
-use sandboxer_runtime::{HostLimits, Instance, Launch, Runtime};
+use sandboxer_runtime::{
+    HostLimits, Instance, Launch, Runtime,
+    link::{self, Link, LinkError},
+};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 use tokio::{
@@ -35,9 +38,8 @@ use crate::{
     sandbox::{
         Execution,
         client::ClientPort,
-        driver::{Attachment, Command, Driver, Outcome, Start, Stop},
+        driver::{Attachment, Command, Driver, END_EXPLAINED, Outcome, Start, Stop},
         farewell::obituary,
-        link,
         record::{RECORD_VERSION, Record, SandboxConfig},
     },
     settings::Settings,
@@ -215,15 +217,15 @@ impl Manager {
         };
         let begun = Instant::now();
         match self.start(&launch, &record).await {
-            Ok((hello, reader, writer, ended)) => {
+            Ok(Opened { enforced, running }) => {
                 info!(ms = begun.elapsed().as_millis(), "started");
-                if let Some(name) = not_enforced(&asked, hello.enforced) {
+                if let Some(name) = not_enforced(&asked, enforced) {
                     self.discard(&launch).await;
                     let message =
                         format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
                     return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
                 }
-                let handle = self.drive(record, (slot, place), Running { reader, writer, ended, execution: None }, Duration::ZERO);
+                let handle = self.drive(record, (slot, place), running, Duration::ZERO);
                 Ok(Created { handle, token })
             }
             Err(why) => {
@@ -382,12 +384,11 @@ impl Manager {
             Err(_) => Arc::new(Semaphore::new(1)).try_acquire_owned().map_err(|error| error.to_string())?,
         };
         let instance = self.runtime.take_up(id, dir).await.map_err(|error| error.to_string())?;
-        let (hello, reader, writer, ended) = converse(instance, &record.marker, TAKE_UP).await?;
-        let execution = hello.execution.map(Execution::taken_up);
+        let Opened { running, .. } = converse(instance, &record.marker, TAKE_UP).await?;
         let age = jiff::Timestamp::now().duration_since(record.created_at);
         let age = Duration::try_from(age).unwrap_or_default();
         let place = self.tenants.readmit(record.owner.as_deref());
-        self.drive(record, (slot, place), Running { reader, writer, ended, execution }, age);
+        self.drive(record, (slot, place), running, age);
         Ok(())
     }
 
@@ -416,11 +417,15 @@ impl Manager {
     }
 }
 
-type Opened = (link::Hello, link::AgentReader, link::AgentWriter, sandboxer_runtime::Ended);
+/// A sandbox whose agent has answered.
+struct Opened {
+    enforced: Enforced,
+    running: Running,
+}
 
 struct Running {
-    reader: link::AgentReader,
-    writer: link::AgentWriter,
+    reader: link::LinkReader,
+    writer: link::LinkWriter,
     ended: sandboxer_runtime::Ended,
     execution: Option<Execution>,
 }
@@ -428,17 +433,21 @@ struct Running {
 /// Opens the conversation, unless the sandbox ends first.
 async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Result<Opened, String> {
     let ended = instance.ended.clone();
-    tokio::select! {
-        opened = link::open(instance, marker, within) => match opened {
-            Ok((hello, reader, writer)) => Ok((hello, reader, writer, ended)),
-            // The agent's end closes a moment before the runtime knows why.
-            Err(link::LinkError::Closed) => match tokio::time::timeout(Duration::from_secs(5), ended.wait()).await {
-                Ok(end) => Err(end.to_string()),
-                Err(_) => Err(link::LinkError::Closed.to_string()),
-            },
-            Err(error) => Err(error.to_string()),
+    let opened = tokio::select! {
+        opened = link::open(instance, marker, within) => opened,
+        end = ended.wait() => return Err(end.to_string()),
+    };
+    match opened {
+        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, .. }, reader, writer, ended }) => {
+            Ok(Opened { enforced, running: Running { reader, writer, ended, execution: execution.map(Execution::taken_up) } })
+        }
+        Ok(_) => Err(LinkError::NotAReply.to_string()),
+        // The agent's end closes a moment before the runtime knows why.
+        Err(LinkError::Closed) => match tokio::time::timeout(END_EXPLAINED, ended.wait()).await {
+            Ok(end) => Err(end.to_string()),
+            Err(_) => Err(LinkError::Closed.to_string()),
         },
-        end = ended.wait() => Err(end.to_string()),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -458,7 +467,7 @@ fn remove_dir(dir: &Path) {
 }
 
 /// A limit that was asked for and that this sandbox can't enforce.
-fn not_enforced(asked: &LimitsRequest, enforced: sandboxer_protocol::agent::Enforced) -> Option<&'static str> {
+fn not_enforced(asked: &LimitsRequest, enforced: Enforced) -> Option<&'static str> {
     [
         (asked.pids.is_some() && !enforced.pids, "pids"),
         (asked.memory_mb.is_some() && !enforced.memory, "memory_mb"),

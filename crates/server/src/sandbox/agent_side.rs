@@ -4,7 +4,7 @@ use sandboxer_protocol::{
     agent::{FromAgent, FromAgentFrame, PerStream, StdinRefusal},
     client::{ErrorCode, ErrorEvent, OffsetsEvent, Resumed, ServerEvent, Status, StdinAck},
 };
-use sandboxer_runtime::End;
+use sandboxer_runtime::{End, link::LinkError};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
@@ -12,8 +12,9 @@ use super::{
     client::Outgoing,
     driver::{Driver, END_EXPLAINED, Outcome},
     execution::State,
-    link::LinkError,
 };
+
+const STDIN_FULL: &str = "The program has not read its input, and no more of it is held. Send it again later.";
 
 impl Driver {
     pub(super) fn on_frame(&mut self, frame: Result<FromAgentFrame, LinkError>) -> Option<Outcome> {
@@ -23,8 +24,8 @@ impl Driver {
                 return None;
             }
             Ok(FromAgentFrame::Output { number, stream, offset, data }) => {
-                let Some(client) = &mut self.client else { return None };
-                let Some(delivery) = client.delivery.as_mut().filter(|delivery| delivery.number == number) else { return None };
+                let client = self.client.as_mut()?;
+                let delivery = client.delivery.as_mut().filter(|delivery| delivery.number == number)?;
                 match delivery.output(stream, offset, data) {
                     Ok(piece) => {
                         if let (Some(piece), Some(execution)) = (piece, &mut self.execution) {
@@ -88,12 +89,12 @@ impl Driver {
                 let command: String = command.chars().take(64).collect();
                 let message =
                     format!("The sandbox came near its memory limit: its largest process, {command:?} with {mib} MiB, was killed.");
-                self.to_client_error(ErrorCode::OutOfMemory, message);
+                self.tell_error(ErrorCode::OutOfMemory, message);
             }
             FromAgent::NamespaceRestarted => {
                 info!("the guest ended its own namespace");
                 let message = "Every process of the sandbox was killed from inside. Its files are kept, and it goes on.";
-                self.to_client_error(ErrorCode::ProcessesLost, message);
+                self.tell_error(ErrorCode::ProcessesLost, message);
             }
             FromAgent::Pong { .. } => {}
             FromAgent::HelloReply { .. } => debug!("an answer to an opening that nobody made"),
@@ -148,9 +149,9 @@ impl Driver {
         let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
         execution.stdin_next = execution.stdin_next.min(offset);
         let (code, message) = match reason {
-            StdinRefusal::Full => {
-                (ErrorCode::StdinFull, "The program has not read its input, and no more of it is held. Send it again later.")
-            }
+            // Without offsets there is no gap of the client's making: this came behind what did not fit.
+            StdinRefusal::Gap if !execution.stdin_acks => (ErrorCode::StdinFull, STDIN_FULL),
+            StdinRefusal::Full => (ErrorCode::StdinFull, STDIN_FULL),
             StdinRefusal::Closed => (ErrorCode::StdinClosed, "The program's input is at its end."),
             StdinRefusal::Gap => {
                 (ErrorCode::StdinGap, "Input before this piece is missing. Send it again from the last acknowledged offset.")

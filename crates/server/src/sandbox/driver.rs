@@ -12,7 +12,10 @@ use sandboxer_protocol::{
     client::{CloseCode, ErrorCode, Request, ServerEvent},
     limits::MAX_FRAME_TO_AGENT_BYTES,
 };
-use sandboxer_runtime::{End, Ended, Runtime};
+use sandboxer_runtime::{
+    End, Ended, Runtime,
+    link::{LinkError, LinkReader, LinkWriter},
+};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     time::{Instant, sleep_until, timeout},
@@ -25,7 +28,6 @@ use super::{
     delivery::Delivery,
     execution::Execution,
     farewell,
-    link::{AgentReader, AgentWriter, LinkError},
     record::Record,
 };
 use crate::metrics::Metrics;
@@ -39,7 +41,7 @@ pub(crate) const GRACE_AT_MOST: Duration = Duration::from_secs(5);
 /// How long the last messages may take on their way to a client.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// How long after the agent closed its end the runtime may take to say why.
-pub(super) const END_EXPLAINED: Duration = Duration::from_secs(5);
+pub(crate) const END_EXPLAINED: Duration = Duration::from_secs(5);
 /// How long the agent may take to report the end of what it was told to kill.
 pub(super) const KILL_ANSWERED: Duration = Duration::from_secs(15);
 /// Others that may knock while the attached client is asked for a sign of life.
@@ -128,8 +130,8 @@ pub(crate) struct Driver {
     pub(super) record: Record,
     pub(super) metrics: Arc<Metrics>,
     pub(super) commands: mpsc::Receiver<Command>,
-    pub(super) reader: AgentReader,
-    pub(super) writer: AgentWriter,
+    pub(super) reader: LinkReader,
+    pub(super) writer: LinkWriter,
     pub(super) ended: Ended,
     pub(super) execution: Option<Execution>,
     pub(super) client: Option<Client>,
@@ -155,8 +157,8 @@ pub(crate) struct Start {
     pub(crate) record: Record,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) commands: mpsc::Receiver<Command>,
-    pub(crate) reader: AgentReader,
-    pub(crate) writer: AgentWriter,
+    pub(crate) reader: LinkReader,
+    pub(crate) writer: LinkWriter,
     pub(crate) ended: Ended,
     pub(crate) execution: Option<Execution>,
     pub(crate) age: Duration,
@@ -271,8 +273,8 @@ impl Driver {
             }
         }
         let permit = tokio::select! {
-            frame = self.reader.next(), if link_open && !crowded => return Event::Frame(frame),
-            result = self.writer.flush_some(), if link_open && self.writer.has_pending() => return Event::Flushed(result),
+            frame = self.reader.recv(), if link_open && !crowded => return Event::Frame(frame),
+            result = self.writer.flush_some(), if link_open && self.writer.backlog() > 0 => return Event::Flushed(result),
             command = self.commands.recv() => return Event::Command(command),
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
@@ -414,7 +416,7 @@ impl Driver {
             if client.delivery.is_some()
                 && let Some(execution) = &self.execution
             {
-                self.writer.control(&ToAgent::Pause { number: execution.number });
+                self.writer.queue(&ToAgent::Pause { number: execution.number });
             }
         }
         while self.client.is_none() && !self.knocking.is_empty() {
@@ -459,7 +461,7 @@ impl Driver {
         execution.end_acknowledged |= end;
         if execution.acknowledge(upto) {
             let upto = execution.acknowledged;
-            self.writer.control(&ToAgent::Ack { number, upto });
+            self.writer.queue(&ToAgent::Ack { number, upto });
         }
     }
 
@@ -493,10 +495,8 @@ impl Driver {
         }
         let Some(message) = client.outbox.pop() else { return };
         match (&message, &mut client.delivery) {
-            (Outgoing::Output(piece), Some(delivery)) => {
-                if delivery.hand(piece) {
-                    self.writer.control(&ToAgent::Credit { number: delivery.number, upto: delivery.granted() });
-                }
+            (Outgoing::Output(piece), Some(delivery)) if delivery.hand(piece) => {
+                self.writer.queue(&ToAgent::Credit { number: delivery.number, upto: delivery.granted() });
             }
             (Outgoing::End(_), Some(delivery)) => delivery.end_handed = true,
             _ => {}
@@ -557,16 +557,10 @@ impl Driver {
                 self.acknowledge(delivery.number, handed, end_handed);
             }
             if let Some(execution) = &self.execution {
-                self.writer.control(&ToAgent::Pause { number: execution.number });
+                self.writer.queue(&ToAgent::Pause { number: execution.number });
             }
         }
-        let flushed = timeout(FAREWELL, async {
-            while self.writer.has_pending() {
-                if self.writer.flush_some().await.is_err() {
-                    break;
-                }
-            }
-        });
+        let flushed = timeout(FAREWELL, self.writer.flush());
         // What was not written is asked for again by the next server: nothing is lost by it.
         let _ = flushed.await;
     }
@@ -578,7 +572,7 @@ impl Driver {
         }
     }
 
-    pub(super) fn to_client_error(&mut self, code: ErrorCode, message: impl Into<String>) {
+    pub(super) fn tell_error(&mut self, code: ErrorCode, message: impl Into<String>) {
         if let Some(client) = &mut self.client {
             client.outbox.error(code, message);
         }

@@ -19,7 +19,6 @@ mod delivery;
 pub(crate) mod driver;
 mod execution;
 pub(crate) mod farewell;
-pub(crate) mod link;
 pub(crate) mod record;
 mod requests;
 

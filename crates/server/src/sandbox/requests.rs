@@ -7,7 +7,7 @@ use sandboxer_protocol::{
     ExecutionId,
     agent::{ExecSpec, Language, PerStream, TerminalSize, ToAgent},
     client::{About, BadRequest, CloseCode, ErrorCode, ExecuteRequest, OffsetsRequest, Request, Resumed, ServerEvent, Status},
-    limits::{MAX_STDIN_PIECE_BYTES, OUTPUT_CREDIT_BYTES},
+    limits::OUTPUT_CREDIT_BYTES,
 };
 use tokio::time::Instant;
 use tracing::info;
@@ -121,17 +121,17 @@ impl Driver {
             Request::StdinEof { offset } => {
                 if let Some(execution) = &self.execution {
                     let offset = offset.unwrap_or(execution.stdin_next);
-                    self.writer.control(&ToAgent::StdinEof { number: execution.number, offset });
+                    self.writer.queue(&ToAgent::StdinEof { number: execution.number, offset });
                 }
             }
             Request::Resize { rows, cols } => {
                 if let Some(execution) = &self.execution {
-                    self.writer.control(&ToAgent::Resize { number: execution.number, size: TerminalSize { rows, cols } });
+                    self.writer.queue(&ToAgent::Resize { number: execution.number, size: TerminalSize { rows, cols } });
                 }
             }
             Request::Signal { signal } => {
                 if let Some(execution) = &self.execution {
-                    self.writer.control(&ToAgent::Signal { number: execution.number, signal });
+                    self.writer.queue(&ToAgent::Signal { number: execution.number, signal });
                 }
             }
             Request::KillProcess => self.kill_process(),
@@ -215,8 +215,8 @@ impl Driver {
         info!(execution = %spec.id, ?language, "execution asked for");
         let execution = Execution::new(number, spec.id.clone(), note, timeout);
         let delivery = Delivery::from_the_start(number, execution.id.clone(), execution.note.encoding);
-        self.writer.exec(&spec, request.code.as_bytes());
-        self.writer.control(&ToAgent::Credit { number, upto: delivery.granted() });
+        self.writer.queue_exec(&spec, request.code.as_bytes());
+        self.writer.queue(&ToAgent::Credit { number, upto: delivery.granted() });
         client.delivery = Some(delivery);
         self.execution = Some(execution);
         self.metrics.executions.inc();
@@ -225,18 +225,11 @@ impl Driver {
     fn stdin(&mut self, data: Bytes, offset: Option<u64>) {
         let Some(execution) = &mut self.execution else { return };
         execution.stdin_acks |= offset.is_some();
-        let mut at = offset.unwrap_or(execution.stdin_next);
-        let mut rest = data;
-        // An empty piece with an offset asks how far input was taken: it is sent on like any other.
-        loop {
-            let piece = rest.split_to(rest.len().min(MAX_STDIN_PIECE_BYTES));
-            self.writer.stdin(execution.number, at, &piece);
-            at = at.saturating_add(piece.len() as u64);
-            if rest.is_empty() {
-                break;
-            }
-        }
-        execution.stdin_next = execution.stdin_next.max(at);
+        let at = offset.unwrap_or(execution.stdin_next);
+        // One frame a message, so that it is taken whole or not at all: a client that sends no offsets could not go on from its middle.
+        // An empty piece with an offset asks how far input was taken.
+        self.writer.queue_stdin(execution.number, at, &data);
+        execution.stdin_next = execution.stdin_next.max(at.saturating_add(data.len() as u64));
     }
 
     fn kill_process(&mut self) {
@@ -256,7 +249,7 @@ impl Driver {
 
     pub(super) fn kill_execution(&mut self) {
         if let Some(execution) = &self.execution {
-            self.writer.control(&ToAgent::Kill { number: execution.number });
+            self.writer.queue(&ToAgent::Kill { number: execution.number });
             self.kill_deadline.get_or_insert_with(|| Instant::now() + KILL_ANSWERED);
         }
     }
@@ -266,7 +259,7 @@ impl Driver {
         let upto = PerStream { stdout: offsets.stdout_offset.unwrap_or(0), stderr: offsets.stderr_offset.unwrap_or(0) };
         let (number, shown) = (execution.number, execution.shown);
         if beyond(upto, shown) {
-            self.to_client_error(ErrorCode::InvalidField, future_offset(shown));
+            self.tell_error(ErrorCode::InvalidField, future_offset(shown));
             return;
         }
         self.acknowledge(number, upto, false);
@@ -278,7 +271,7 @@ impl Driver {
         let known = self.execution.as_ref().is_some_and(|execution| id.is_none_or(|id| *execution.id == *id));
         if !known && let Some(id) = id {
             let message = format!("The execution {id} is neither the running nor the last one of this sandbox.");
-            self.to_client_error(ErrorCode::UnknownExecution, message);
+            self.tell_error(ErrorCode::UnknownExecution, message);
         }
         self.execution.as_ref().filter(|_| known)
     }
@@ -349,7 +342,7 @@ impl Driver {
             Some(delivery) if delivery.number == execution.number => delivery.ask_again(end_due),
             delivery => *delivery = Some(Delivery::resuming(execution.number, execution.id.clone(), execution.note.encoding, end_due)),
         }
-        self.writer.control(&ToAgent::Resume { number: execution.number, from, credit: OUTPUT_CREDIT_BYTES });
+        self.writer.queue(&ToAgent::Resume { number: execution.number, from, credit: OUTPUT_CREDIT_BYTES });
     }
 }
 
