@@ -236,10 +236,16 @@ impl Ws {
         outcome
     }
 
-    /// Sends an execution request and waits until it runs.
+    /// Sends an execution request and waits until it runs. Behind an attach, what the client before may not have seen may come first.
     pub async fn start(&mut self, request: Value) {
         self.send(request).await;
-        self.expect_status("SANDBOX_EXECUTION_RUNNING").await;
+        let mut message = self.next().await;
+        while self.attached
+            && (matches!(message["event"].as_str(), Some("stdout" | "stderr")) || message["status"] == "SANDBOX_EXECUTION_DONE")
+        {
+            message = self.next().await;
+        }
+        assert_eq!(message["status"], "SANDBOX_EXECUTION_RUNNING", "{message}");
     }
 
     pub async fn bash(&mut self, code: &str) -> Outcome {

@@ -128,7 +128,7 @@ async fn what_is_no_websocket_ends_that_connection_and_no_other() {
         // Not masked, a reserved opcode, a long ping, a continuation of nothing, text that is not UTF-8.
         b"\x81\x02{}",
         b"\x83\x80\x00\x00\x00\x00",
-        b"\x89\xfe\x01\x00\x00\x00\x00\x00",
+        &[b"\x89\xfe\x01\x00\x00\x00\x00\x00".as_slice(), &[0; 256]].concat(),
         b"\x80\x80\x00\x00\x00\x00",
         b"\x81\x82\x00\x00\x00\x00\xff\xfe",
     ] {

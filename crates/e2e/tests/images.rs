@@ -29,10 +29,11 @@ fn archive(dir: &Path) -> PathBuf {
     }
     let layer = layer.into_inner().unwrap();
     let config = json!({"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{}", sandboxer_e2e::sha256(&layer))]}}).to_string();
-    let manifest = json!([{"Config": "config.json", "RepoTags": ["small:latest"], "Layers": ["layer.tar"]}]).to_string();
+    let config_name = format!("{}.json", sandboxer_e2e::sha256(config.as_bytes()));
+    let manifest = json!([{"Config": config_name, "RepoTags": ["small:latest"], "Layers": ["layer.tar"]}]).to_string();
     let path = dir.join("small.tar");
     let mut image = tar::Builder::new(std::fs::File::create(&path).unwrap());
-    for (name, bytes) in [("config.json", config.as_bytes()), ("layer.tar", &layer), ("manifest.json", manifest.as_bytes())] {
+    for (name, bytes) in [(config_name.as_str(), config.as_bytes()), ("layer.tar", &layer), ("manifest.json", manifest.as_bytes())] {
         let mut header = tar::Header::new_gnu();
         header.set_size(bytes.len() as u64);
         header.set_mode(0o644);

@@ -35,7 +35,7 @@ async fn an_idle_sandbox_is_deleted_and_whoever_attaches_later_is_told() {
     ws.close().await;
     eventually("the idle sandbox ends", Duration::from_secs(15), || !has_processes(server, &id)).await;
     let why = is_gone(server, &id).await.expect("it is gone");
-    assert!(why.contains("idle"), "{why}");
+    assert!(why.contains("without a client"), "{why}");
 }
 
 #[tokio::test]
