@@ -494,12 +494,17 @@ impl Driver {
             return;
         }
         let Some(message) = client.outbox.pop() else { return };
-        match (&message, &mut client.delivery) {
-            (Outgoing::Output(piece), Some(delivery)) if delivery.hand(piece) => {
-                self.writer.queue(&ToAgent::Credit { number: delivery.number, upto: delivery.granted() });
+        if let Some(delivery) = &mut client.delivery {
+            match &message {
+                Outgoing::Output(piece) => {
+                    let more = delivery.hand(piece);
+                    if more {
+                        self.writer.queue(&ToAgent::Credit { number: delivery.number, upto: delivery.granted() });
+                    }
+                }
+                Outgoing::End(_) => delivery.end_handed = true,
+                _ => {}
             }
-            (Outgoing::End(_), Some(delivery)) => delivery.end_handed = true,
-            _ => {}
         }
         permit.send(message);
     }
