@@ -13,6 +13,7 @@
 
 mod bare;
 mod client;
+mod leftovers;
 mod machine;
 mod memory;
 mod orphans;
@@ -78,20 +79,27 @@ fn main() -> Result<ExitCode> {
     // Before any thread exists: only then can a process enter a user namespace.
     userns::enter_if_needed()?;
     become_subreaper()?;
+    // Short: there are socket paths below it.
+    let home = tempfile::Builder::new().prefix("sbx-bench-").tempdir_in("/tmp")?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let met = runtime.block_on(run(&args))?;
+    let done = runtime.block_on(async {
+        tokio::select! {
+            done = run(&args, home.path()) => done,
+            _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
+        }
+    });
+    leftovers::remove(home.path());
+    let met = done?;
     Ok(if args.check && !met { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Returns whether all bars were met.
-async fn run(args: &Args) -> Result<bool> {
-    // Short: there are socket paths below it.
-    let home = tempfile::Builder::new().prefix("sbx-bench-").tempdir_in("/tmp")?;
+async fn run(args: &Args, home: &Path) -> Result<bool> {
     let beside = std::env::current_exe()?.parent().map(Path::to_owned).unwrap_or_default();
     let runsc = sandboxer_runsc::find(args.runsc.as_deref())?;
     let load_before = machine::load();
     eprintln!("sandboxer-bench: starting the server (its first start on a machine builds the base image)");
-    let mut bench = start(args, &beside, &runsc, home.path()).await?;
+    let mut bench = start(args, &beside, &runsc, home).await?;
     for round in 0..args.rounds {
         eprintln!("sandboxer-bench: round {} of {}", round + 1, args.rounds);
         bench.round(round).await.with_context(|| format!("round {}", round + 1))?;

@@ -1,14 +1,12 @@
 //! The PyPI package `gvisor`, driven by a script of ours that does one thing at a time, so that rounds interleave.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
-use nix::mount::{MntFlags, umount2};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::{
@@ -17,7 +15,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::{orphans::reaping, programs::Program, raw::LIMIT, timing::Timing};
+use crate::{leftovers::unmount_below, orphans::reaping, programs::Program, raw::LIMIT, timing::Timing};
 
 const SCRIPT: &str = include_str!("package.py");
 /// Closing all sandboxes, one after the other.
@@ -77,6 +75,7 @@ impl Package {
         let created = self.ask(request).await?;
         // It is closed now; the sandbox's process became ours when runsc run ended.
         reaping(self.answer()).await?;
+        // It leaves a mount of runsc's behind with each sandbox (`null-netns`).
         unmount_below(&self.home);
         created.ms.context("an answer without a time")
     }
@@ -114,14 +113,5 @@ impl Package {
             Some(error) => bail!("{error}"),
             None => Ok(answer),
         }
-    }
-}
-
-/// The package leaves a mount of runsc's behind with each sandbox (`null-netns`), and with it the sandbox's directory.
-fn unmount_below(home: &Path) {
-    let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(Path::new);
-    for point in points.filter(|point| point.starts_with(home)) {
-        let _ = umount2(point, MntFlags::MNT_DETACH);
     }
 }

@@ -57,7 +57,10 @@ pub(crate) fn stdout(mib: usize, write_bytes: usize) -> Program {
     let line = "the quick brown fox jumps over the lazy dog, and 0123456789 too";
     debug_assert_eq!(line.len() + 1, LINE_BYTES);
     let (lines, writes) = (write_bytes / LINE_BYTES, mib * MIB / write_bytes);
-    let code = format!("import os\npiece = b'{line}\\n' * {lines}\nfor _ in range({writes}):\n    os.write(1, piece)\n");
+    // A write to a pipe of the host, as `runsc exec` gives it one, may take only a part.
+    let code = format!(
+        "import os\npiece = memoryview(b'{line}\\n' * {lines})\nfor _ in range({writes}):\n    rest = piece\n    while rest:\n        rest = rest[os.write(1, rest):]\n"
+    );
     Program::new(Language::Python, code, (writes * lines * LINE_BYTES) as u64)
 }
 

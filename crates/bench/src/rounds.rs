@@ -90,7 +90,7 @@ impl Bench {
             Column::Package => {
                 let Some(package) = &mut self.package else { return Ok(()) };
                 let created = package.create().await;
-                let Some(ms) = self.or_without_package(created) else { return Ok(()) };
+                let Some(ms) = self.or_without_package(created).await else { return Ok(()) };
                 ms
             }
             Column::Server => {
@@ -109,7 +109,7 @@ impl Bench {
         self.samples.add(Row::CreateToOutput, Column::Server, ms);
         if let Some(package) = &mut self.package {
             let created = package.create_to_output(program).await;
-            if let Some(ms) = self.or_without_package(created) {
+            if let Some(ms) = self.or_without_package(created).await {
                 self.samples.add(Row::CreateToOutput, Column::Package, ms);
             }
         }
@@ -138,20 +138,24 @@ impl Bench {
             Column::Package => {
                 let Some(package) = &mut self.package else { return Ok(None) };
                 let timing = package.exec(program).await;
-                return Ok(self.or_without_package(timing));
+                return Ok(self.or_without_package(timing).await);
             }
         };
         timing.map(Some).with_context(|| format!("{:?} by {}", program.code, column.title()))
     }
 
     /// A package that fails is left out from then on.
-    fn or_without_package<T>(&mut self, result: Result<T>) -> Option<T> {
+    async fn or_without_package<T>(&mut self, result: Result<T>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
             Err(error) => {
                 eprintln!("sandboxer-bench: the PyPI package gvisor is left out from here on: {error:#}");
                 self.package_error = Some(format!("{error:#}"));
-                self.package = None;
+                if let Some(package) = self.package.take()
+                    && let Err(error) = package.end().await
+                {
+                    eprintln!("sandboxer-bench: {error:#}");
+                }
                 None
             }
         }
@@ -173,7 +177,7 @@ impl Bench {
         if let Some(package) = &mut self.package {
             let before = pss_mib(&processes_under(&self.package_home, 0));
             let kept = package.keep(count).await;
-            if self.or_without_package(kept).is_some() {
+            if self.or_without_package(kept).await.is_some() {
                 tokio::time::sleep(REST).await;
                 let after = pss_mib(&processes_under(&self.package_home, 0));
                 self.samples.add(Row::Memory, Column::Package, share(after - before, count));
