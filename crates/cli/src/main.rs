@@ -5,6 +5,7 @@
 
 mod doctor;
 mod image;
+mod run;
 mod serve;
 
 use std::process::ExitCode;
@@ -26,6 +27,8 @@ struct Cli {
 enum Command {
     /// Serve sandboxes over WebSockets
     Serve(Box<serve::Args>),
+    /// Run a program in a throwaway sandbox and pass on its output and its exit code
+    Run(run::RunArgs),
     /// Make, list and remove the images that sandboxes start from
     Image(image::Args),
     /// Say in plain words what works on this machine and what does not
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Serve(args) => serve::run(&args),
+        Command::Run(args) => run::run(&args),
         Command::Image(args) => image::run(args),
         Command::Doctor(args) => doctor::run(&args),
     };
