@@ -2,16 +2,15 @@
 
 /// One WebSocket message from a client, unless the server is told otherwise.
 pub const MAX_CLIENT_MESSAGE_BYTES: usize = 8 * MIB;
-/// One frame to the agent: a whole client message of code, with room for its envelope.
-pub const MAX_FRAME_TO_AGENT_BYTES: usize = MAX_CLIENT_MESSAGE_BYTES + MIB;
+/// One frame to the agent: a whole client message of code or input, with room for its envelope.
+pub const MAX_FRAME_TO_AGENT_BYTES: usize = MAX_CLIENT_MESSAGE_BYTES + MAX_CONTROL_BYTES;
 /// One frame from the agent.
 pub const MAX_FRAME_FROM_AGENT_BYTES: usize = MAX_OUTPUT_PIECE_BYTES + 64;
-/// The JSON of one control frame, in either direction.
-pub const MAX_CONTROL_BYTES: usize = 512 * 1024;
+/// The JSON of one control frame, in either direction. The head of an execution is the longest: two environments, every byte of which may be
+/// written as six.
+pub const MAX_CONTROL_BYTES: usize = 4 * MIB;
 /// Bytes of output in one frame.
 pub const MAX_OUTPUT_PIECE_BYTES: usize = 256 * 1024;
-/// Bytes of input in one frame.
-pub const MAX_STDIN_PIECE_BYTES: usize = 256 * 1024;
 /// What the agent holds of a stream until it is acknowledged, unless the server is told otherwise.
 pub const OUTPUT_WINDOW_BYTES: u64 = 8 * MIB as u64;
 /// What the agent holds of input that the program has not read.

@@ -130,9 +130,11 @@ pub enum ToAgent {
         number: ExecutionNumber,
         size: TerminalSize,
     },
-    /// Kills every process that descends from the execution. Answered by its `Exited`.
+    /// Kills every process that descends from the execution. Answered by its `Exited`, with the cause that is given here.
     Kill {
         number: ExecutionNumber,
+        #[serde(default)]
+        cause: Option<ExitCause>,
     },
     /// Go on sending from these offsets; answered by [`FromAgent::Resumed`]. Offsets before what is held go on from what is held, offsets
     /// beyond the end go on at the end. Credit is where it goes on plus `credit`. For an execution that is not held: no answer.
@@ -140,6 +142,9 @@ pub enum ToAgent {
         number: ExecutionNumber,
         from: PerStream<u64>,
         credit: u64,
+        /// Comes back in the answer, so that one can be told from another.
+        #[serde(default)]
+        sequence: u64,
     },
     /// Stop sending output; no client is attached.
     Pause {
@@ -150,10 +155,12 @@ pub enum ToAgent {
         number: ExecutionNumber,
         upto: PerStream<u64>,
     },
-    /// A client has everything before these offsets: it need not be held any longer.
+    /// A client has everything before these offsets: it need not be held any longer. With `end`, it has also been told the end.
     Ack {
         number: ExecutionNumber,
         upto: PerStream<u64>,
+        #[serde(default)]
+        end: bool,
     },
     /// Answered by `Pong` with the same value, after all that came before.
     Ping {
@@ -192,6 +199,10 @@ pub enum ExitCause {
     OutOfMemory,
     /// The guest killed the init of its own namespace, and so every process in it.
     NamespaceEnded,
+    /// The server asked for it because the execution's time was over.
+    TimedOut,
+    /// The server asked for it because the client did.
+    ForceKilled,
 }
 
 /// What the agent holds of the running or the last execution.
@@ -208,6 +219,9 @@ pub struct ExecState {
     /// How much input was taken.
     pub stdin_offset: u64,
     pub stdin_eof: bool,
+    /// A client has been told the end, as [`ToAgent::Ack`] said.
+    #[serde(default)]
+    pub end_acknowledged: bool,
     #[serde(default)]
     pub tty: bool,
     #[serde(default)]
@@ -247,6 +261,9 @@ pub enum FromAgent {
         number: ExecutionNumber,
         offset: u64,
         reason: StdinRefusal,
+        /// How much input was taken so far.
+        #[serde(default)]
+        taken: u64,
     },
     /// The answer to every `Resume`: from where output really goes on (later than asked for if that is no longer held), where it ends
     /// so far, and how much input was taken. Output frames sent before this one belong to what was asked for earlier.
@@ -255,6 +272,8 @@ pub enum FromAgent {
         from: PerStream<u64>,
         end: PerStream<u64>,
         stdin_offset: u64,
+        #[serde(default)]
+        sequence: u64,
     },
     Pong {
         value: u64,

@@ -146,7 +146,7 @@ proptest! {
 
     #[test]
     fn control_messages_survive_the_way(number: u64, a: u64, b: u64, credit: u64, step in 1usize..200) {
-        let message = ToAgent::Resume { number, from: PerStream { stdout: a, stderr: b }, credit };
+        let message = ToAgent::Resume { number, from: PerStream { stdout: a, stderr: b }, credit, sequence: a };
         let mut out = BytesMut::from(&opening()[..]);
         encode_to_agent(&mut out, &message);
         let events = feed(&mut agent(), &out, step);
