@@ -120,7 +120,8 @@ impl Run {
         self.input.cut();
         self.kill = self.kill.map(|_| Wish::Unsent);
         self.resize = self.resize.map(|(rows, cols, _)| (rows, cols, Wish::Unsent));
-        // An acknowledgement may be lost too, but its bytes are then asked for by their offsets.
+        // The last acknowledgement may be lost too, and with it the room that the program waits for.
+        self.acknowledged = PerStream::default();
         self.gap = false;
     }
 

@@ -435,4 +435,12 @@ fn consumed_output_is_acknowledged_in_large_steps_or_after_a_pause() {
     session.consumed(PerStream { stdout: big.len() as u64, stderr: 0 }, later);
     assert_eq!(session.next_message(later), Some(ack(big.len())));
     assert_eq!(session.outstanding(), 0);
+    // It may have been lost with the connection.
+    session.cut();
+    session.opened();
+    session.received(r#"{"event":"status_update","status":"SANDBOX_RUNNING"}"#, later);
+    session.next_message(later);
+    let resumed = r#"{"event":"resumed","execution_id":"e","running":true,"stdout_offset":307200,"stderr_offset":0,"stdin_offset":0}"#;
+    assert_eq!(session.received(resumed, later), Some(Effect::Ready(None)));
+    assert_eq!(session.next_message(later), Some(ack(big.len())));
 }

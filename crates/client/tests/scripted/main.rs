@@ -28,26 +28,25 @@ fn options() -> Options {
 
 /// Runs a program of so many lines that echoes `input`; returns what came of it.
 async fn echo(sandbox: &Sandbox, lines: usize, raw: bool, input: Vec<u8>) -> (Vec<u8>, Vec<u8>) {
-    let mut run = sandbox.run(Execution::python(lines.to_string()).raw(raw)).await.unwrap();
-    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
-    let mut sent = 0;
-    loop {
-        // Writes as it reads, so that both directions are under way when the connection breaks.
-        if sent <= input.len() {
-            let piece = &input[sent..(sent + 700).min(input.len())];
-            if piece.is_empty() {
-                run.stdin_eof().await.unwrap();
-            } else {
-                run.stdin().write(piece).await.unwrap();
-            }
-            sent += piece.len().max(1);
+    let run = sandbox.run(Execution::python(lines.to_string()).raw(raw));
+    let mut run = timeout(DEADLINE, run).await.expect("it does not start").unwrap();
+    // Writes as it reads, so that both directions are under way when the connection breaks.
+    let mut stdin = run.take_stdin();
+    let writing = tokio::spawn(async move {
+        for piece in input.chunks(700) {
+            stdin.write(piece).await.unwrap();
+            sleep(Duration::from_millis(2)).await;
         }
-        let Some(piece) = timeout(DEADLINE, run.next()).await.expect("it hangs") else { break };
+        stdin.eof().await.unwrap();
+    });
+    let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    while let Some(piece) = timeout(DEADLINE, run.next()).await.expect("it hangs") {
         let collected = if piece.stream == OutputStream::Stdout { &mut stdout } else { &mut stderr };
         assert_eq!(piece.offset, collected.len() as u64);
         collected.extend_from_slice(&piece.data);
     }
     assert_eq!(run.wait().await.unwrap().code, Some(0));
+    writing.await.unwrap();
     (stdout, stderr)
 }
 
@@ -76,7 +75,7 @@ async fn a_failing_network_is_not_noticed() {
         assert!(model.started.values().all(|count| *count == 1), "{:?}", model.started);
     }
     proxy.heal();
-    sandbox.kill_sandbox().await.unwrap();
+    timeout(DEADLINE, sandbox.kill_sandbox()).await.expect("it is not killed").unwrap();
     assert!(server.model().killed);
 }
 
