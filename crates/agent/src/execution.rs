@@ -69,6 +69,10 @@ pub(crate) struct Execution {
     pub(crate) early: Vec<ToAgent>,
     /// It was killed for its use of memory.
     pub(crate) out_of_memory: bool,
+    /// Why the server had it killed; the first reason counts.
+    pub(crate) kill_cause: Option<ExitCause>,
+    /// A client has been told the end.
+    pub(crate) end_acknowledged: bool,
     /// Its processes are to be killed until none is left.
     pub(crate) killing: bool,
     /// Output came since the last rest: see [`Execution::rest`].
@@ -101,6 +105,8 @@ impl Execution {
             end_sent: false,
             early: Vec::new(),
             out_of_memory: false,
+            kill_cause: None,
+            end_acknowledged: false,
             killing: false,
             busy: false,
         }
@@ -118,6 +124,7 @@ impl Execution {
             end: self.each(Window::end),
             stdin_offset: self.input.taken(),
             stdin_eof: self.input.ended(),
+            end_acknowledged: self.end_acknowledged,
             tty: self.tty,
             note: self.note.clone(),
         }
@@ -242,12 +249,13 @@ impl Execution {
         }
         self.sink = None;
         self.input.discard();
+        let out_of_memory = (self.out_of_memory && signal == Some(libc::SIGKILL)).then_some(ExitCause::OutOfMemory);
         let exit = Exit {
             code,
             signal,
             duration_us: u64::try_from(now.saturating_duration_since(self.began).as_micros()).unwrap_or(u64::MAX),
             end: self.each(Window::end),
-            cause: cause.or(if self.out_of_memory && signal == Some(libc::SIGKILL) { Some(ExitCause::OutOfMemory) } else { None }),
+            cause: cause.or(out_of_memory).or(self.kill_cause),
         };
         self.phase = Phase::Ended(exit.clone());
         (exit, left)

@@ -57,13 +57,12 @@ impl Agent {
             ToAgent::Hello { .. } => {}
             ToAgent::Ping { value } => self.link.say(&FromAgent::Pong { value }),
             ToAgent::StdinEof { number, offset } => {
-                let ended = match self.current(number) {
-                    Some(execution) if execution.is_running() => execution.input.end(offset),
-                    // Nobody is left to tell.
-                    _ => Ok(()),
-                };
-                if let Err(reason) = ended {
-                    self.link.say(&FromAgent::StdinRefused { number, offset, reason });
+                // Once it has ended, nobody is left to tell.
+                if let Some(execution) = self.current(number).filter(|execution| execution.is_running())
+                    && let Err(reason) = execution.input.end(offset)
+                {
+                    let taken = execution.input.taken();
+                    self.link.say(&FromAgent::StdinRefused { number, offset, reason, taken });
                 }
             }
             ToAgent::Signal { number, signal } => self.signal(number, signal),
@@ -75,8 +74,8 @@ impl Agent {
                     let _ = sys::set_terminal_size(terminal.as_fd(), size);
                 }
             }
-            ToAgent::Kill { number } => self.kill(number),
-            ToAgent::Resume { number, from, credit } => self.resume(number, from, credit),
+            ToAgent::Kill { number, cause } => self.kill(number, cause),
+            ToAgent::Resume { number, from, credit, sequence } => self.resume(number, from, credit, sequence),
             ToAgent::Pause { number } => {
                 if let Some(execution) = self.current(number) {
                     execution.pause();
@@ -89,8 +88,9 @@ impl Agent {
                     }
                 }
             }
-            ToAgent::Ack { number, upto } => {
+            ToAgent::Ack { number, upto, end } => {
                 if let Some(execution) = self.current(number) {
+                    execution.end_acknowledged |= end;
                     let ended = !execution.is_running();
                     for stream in STREAMS {
                         let window = &mut execution.output.get_mut(stream).window;
@@ -108,21 +108,24 @@ impl Agent {
         self.execution.as_mut().filter(|execution| execution.number == number)
     }
 
-    fn resume(&mut self, number: ExecutionNumber, from: PerStream<u64>, credit: u64) {
+    fn resume(&mut self, number: ExecutionNumber, from: PerStream<u64>, credit: u64, sequence: u64) {
         let Some(execution) = self.current(number) else { return };
         let mut goes_on = from;
         for stream in STREAMS {
             *goes_on.get_mut(stream) = execution.output.get_mut(stream).window.resume(*from.get(stream), credit);
         }
         let state = execution.state();
-        self.link.say(&FromAgent::Resumed { number, from: goes_on, end: state.end, stdin_offset: state.stdin_offset });
+        self.link.say(&FromAgent::Resumed { number, from: goes_on, end: state.end, stdin_offset: state.stdin_offset, sequence });
     }
 
     pub(super) fn take_input(&mut self, number: ExecutionNumber, offset: u64, data: Bytes) {
-        let taken = self.current(number).map_or(Err(StdinRefusal::Closed), |execution| execution.take_input(offset, data));
-        self.link.say(&match taken {
+        let (outcome, taken) = match self.current(number) {
+            Some(execution) => (execution.take_input(offset, data), execution.input.taken()),
+            None => (Err(StdinRefusal::Closed), 0),
+        };
+        self.link.say(&match outcome {
             Ok(offset) => FromAgent::StdinAck { number, offset },
-            Err(reason) => FromAgent::StdinRefused { number, offset, reason },
+            Err(reason) => FromAgent::StdinRefused { number, offset, reason, taken },
         });
     }
 
@@ -290,7 +293,7 @@ impl Agent {
             self.control(message);
         }
         if kill {
-            self.kill(number);
+            self.kill(number, None);
         }
     }
 
@@ -317,8 +320,9 @@ impl Agent {
         }
     }
 
-    fn kill(&mut self, number: ExecutionNumber) {
+    fn kill(&mut self, number: ExecutionNumber, cause: Option<ExitCause>) {
         let Some(execution) = self.current(number) else { return };
+        execution.kill_cause = execution.kill_cause.or(cause);
         match &mut execution.phase {
             Phase::Waiting => {
                 self.waiting = None;

@@ -5,13 +5,13 @@ use std::time::Duration;
 use bytes::BytesMut;
 use sandboxer_protocol::{
     SandboxId,
-    agent::{AGENT_PROTOCOL_VERSION, Exit, FromAgent, PerStream, StdinRefusal, ToAgent, encode_to_agent},
+    agent::{AGENT_PROTOCOL_VERSION, Exit, ExitCause, FromAgent, PerStream, StdinRefusal, ToAgent, encode_to_agent},
 };
 use tokio::time::timeout;
 
 use super::{
     Subject,
-    session::{PLENTY, Session, WINDOW, launch, text},
+    session::{PLENTY, SEQUENCE, Session, WINDOW, launch, text},
 };
 use crate::{AfterSave, End, Ended, RuntimeError};
 
@@ -67,11 +67,11 @@ pub async fn input_is_taken_once_and_in_order(subject: &dyn Subject) {
     while answers.len() < 4 {
         match session.control().await {
             FromAgent::StdinAck { offset, .. } => answers.push(Ok(offset)),
-            FromAgent::StdinRefused { reason, .. } => answers.push(Err(reason)),
+            FromAgent::StdinRefused { reason, taken, .. } => answers.push(Err((reason, taken))),
             _ => {}
         }
     }
-    assert_eq!(answers, [Ok(3), Ok(6), Ok(6), Err(StdinRefusal::Gap)]);
+    assert_eq!(answers, [Ok(3), Ok(6), Ok(6), Err((StdinRefusal::Gap, 6))]);
     session.send(ToAgent::StdinEof { number, offset: 6 }).await;
     let exit = session.until_exit().await;
     assert_eq!((text(&session.received.stdout).as_str(), code(&exit)), ("hello\n", (Some(0), None)));
@@ -83,9 +83,9 @@ pub async fn a_killed_program_says_so(subject: &dyn Subject) {
     let number = session.exec("echo begun; sleep 600").await;
     session.allow(PLENTY).await;
     session.until_stdout(6).await;
-    session.send(ToAgent::Kill { number }).await;
+    session.send(ToAgent::Kill { number, cause: Some(ExitCause::TimedOut) }).await;
     let exit = timeout(AT_ONCE, session.until_exit()).await.expect("it ends at once");
-    assert_eq!(code(&exit), (None, Some(9)));
+    assert_eq!((code(&exit), exit.cause), ((None, Some(9)), Some(ExitCause::TimedOut)));
     session.remove(subject).await;
 }
 
@@ -125,7 +125,7 @@ pub async fn a_full_window_blocks_until_it_is_acknowledged(subject: &dyn Subject
     assert_eq!(session.received.stdout.len(), WINDOW as usize, "no more than the window is held");
     while session.received.stdout.len() < COUNT {
         let had = session.received.stdout.len();
-        session.send(ToAgent::Ack { number, upto: PerStream { stdout: had as u64, stderr: 0 } }).await;
+        session.send(ToAgent::Ack { number, upto: PerStream { stdout: had as u64, stderr: 0 }, end: false }).await;
         session.until_stdout((had + 1).min(COUNT)).await;
     }
     let exit = session.until_exit().await;
@@ -139,8 +139,8 @@ pub async fn a_resumed_stream_repeats_exactly(subject: &dyn Subject) {
     session.received.stdout.truncate(4);
     session.resume().await;
     let resumed = session.control().await;
-    let FromAgent::Resumed { from, end, .. } = resumed else { panic!("not resumed: {resumed:?}") };
-    assert_eq!((from.stdout, end.stdout), (4, 11));
+    let FromAgent::Resumed { from, end, sequence, .. } = resumed else { panic!("not resumed: {resumed:?}") };
+    assert_eq!((from.stdout, end.stdout, sequence), (4, 11, SEQUENCE));
     session.until_stdout(11).await;
     assert_eq!(text(&session.received.stdout), "0123456789\n");
     session.remove(subject).await;

@@ -20,6 +20,8 @@ use crate::{
 const LIMIT: Duration = Duration::from_secs(60);
 /// Credit beyond what any of these programs writes.
 pub(super) const PLENTY: u64 = 1 << 40;
+/// Of every resume.
+pub(super) const SEQUENCE: u64 = 77;
 /// Small, so that filling it takes no time.
 pub(super) const WINDOW: u64 = 256 * 1024;
 
@@ -109,7 +111,7 @@ impl Session {
     /// Output goes on from what was received.
     pub async fn resume(&mut self) {
         let from = PerStream { stdout: self.received.stdout.len() as u64, stderr: self.received.stderr.len() as u64 };
-        self.send(ToAgent::Resume { number: self.number, from, credit: PLENTY }).await;
+        self.send(ToAgent::Resume { number: self.number, from, credit: PLENTY, sequence: SEQUENCE }).await;
     }
 
     pub async fn send(&mut self, message: ToAgent) {

@@ -7,7 +7,8 @@ use sandboxer_agent::{input::Input, window::Window};
 use sandboxer_protocol::{
     agent::{
         AGENT_PROTOCOL_VERSION, AgentConfig, AgentDecoder, AgentEvent, DetachedOutput, Enforced, ExecSpec, ExecState, ExecutionNumber,
-        Exit, FromAgent, Marker, PerStream, Stream, ToAgent, ToAgentFrame, encode_from_agent, encode_output, encode_reply_opening,
+        Exit, ExitCause, FromAgent, Marker, PerStream, Stream, ToAgent, ToAgentFrame, encode_from_agent, encode_output,
+        encode_reply_opening,
     },
     limits::MAX_OUTPUT_PIECE_BYTES,
 };
@@ -48,6 +49,7 @@ pub(super) struct Execution {
     pub(super) wake: Option<Instant>,
     pub(super) started: Instant,
     pub(super) exit: Option<Exit>,
+    pub(super) end_acknowledged: bool,
 }
 
 pub(super) struct Agent {
@@ -184,7 +186,7 @@ impl Agent {
                 let Some(execution) = self.numbered(number) else { return };
                 let answer = match execution.input.take(offset, data) {
                     Ok(offset) => FromAgent::StdinAck { number, offset },
-                    Err(reason) => FromAgent::StdinRefused { number, offset, reason },
+                    Err(reason) => FromAgent::StdinRefused { number, offset, reason, taken: execution.input.taken() },
                 };
                 self.say(&answer);
             }
@@ -209,15 +211,15 @@ impl Agent {
                 let Some(execution) = self.numbered(number) else { return };
                 let answer = match execution.input.end(offset) {
                     Ok(()) => FromAgent::StdinAck { number, offset },
-                    Err(reason) => FromAgent::StdinRefused { number, offset, reason },
+                    Err(reason) => FromAgent::StdinRefused { number, offset, reason, taken: execution.input.taken() },
                 };
                 self.say(&answer);
             }
-            ToAgent::Signal { number, signal } => self.stop(number, signal),
-            ToAgent::Kill { number } => self.stop(number, 9),
-            ToAgent::Resume { number, from, credit } => {
+            ToAgent::Signal { number, signal } => self.stop(number, signal, None),
+            ToAgent::Kill { number, cause } => self.stop(number, 9, cause),
+            ToAgent::Resume { number, from, credit, sequence } => {
                 let Some(execution) = self.numbered(number) else { return };
-                let resumed = execution.resume(from, credit);
+                let resumed = execution.resume(from, credit, sequence);
                 self.say(&resumed);
             }
             ToAgent::Pause { number } => {
@@ -235,19 +237,20 @@ impl Agent {
                     }
                 }
             }
-            ToAgent::Ack { number, upto } => {
+            ToAgent::Ack { number, upto, end } => {
                 if let Some(execution) = self.numbered(number) {
+                    execution.end_acknowledged |= end;
                     STREAMS.iter().for_each(|stream| execution.windows.get_mut(*stream).ack(*upto.get(*stream)));
                 }
             }
         }
     }
 
-    fn stop(&mut self, number: ExecutionNumber, signal: i32) {
+    fn stop(&mut self, number: ExecutionNumber, signal: i32, cause: Option<ExitCause>) {
         let Self { execution: Some(execution), out, open, .. } = self else { return };
         if execution.spec.number == number {
             execution.pending.clear();
-            execution.finish(None, Some(signal), out, *open);
+            execution.finish(None, Some(signal), cause, out, *open);
         }
     }
 
@@ -284,6 +287,7 @@ impl Execution {
             wake: None,
             started: Instant::now(),
             exit: None,
+            end_acknowledged: false,
         }
     }
 
@@ -296,6 +300,7 @@ impl Execution {
             end: self.end(),
             stdin_offset: self.input.taken(),
             stdin_eof: self.input.ended(),
+            end_acknowledged: self.end_acknowledged,
             tty: self.spec.tty.is_some(),
             note: self.spec.note.clone(),
         }
@@ -305,7 +310,7 @@ impl Execution {
         PerStream { stdout: self.windows.stdout.end(), stderr: self.windows.stderr.end() }
     }
 
-    fn resume(&mut self, from: PerStream<u64>, credit: u64) -> FromAgent {
+    fn resume(&mut self, from: PerStream<u64>, credit: u64, sequence: u64) -> FromAgent {
         let mut goes_on = PerStream::default();
         for stream in STREAMS {
             let start = self.windows.get_mut(stream).resume(*from.get(stream), credit);
@@ -313,7 +318,7 @@ impl Execution {
             *self.credit.get_mut(stream) = start.saturating_add(credit);
         }
         self.attached = true;
-        FromAgent::Resumed { number: self.spec.number, from: goes_on, end: self.end(), stdin_offset: self.input.taken() }
+        FromAgent::Resumed { number: self.spec.number, from: goes_on, end: self.end(), stdin_offset: self.input.taken(), sequence }
     }
 
     /// Runs the program until it has to wait or had its turn; says whether it could go on.
@@ -331,8 +336,8 @@ impl Execution {
                 Step::Sleep(duration) => self.wake = Some(Instant::now() + duration),
                 Step::WaitForInput => return false,
                 Step::Nothing => {}
-                Step::Exit(code) => self.finish(Some(code), None, out, open),
-                Step::Signal(signal) => self.finish(None, Some(signal), out, open),
+                Step::Exit(code) => self.finish(Some(code), None, None, out, open),
+                Step::Signal(signal) => self.finish(None, Some(signal), None, out, open),
             }
         }
         true
@@ -356,12 +361,12 @@ impl Execution {
         true
     }
 
-    fn finish(&mut self, code: Option<i32>, signal: Option<i32>, out: &mut BytesMut, open: bool) {
+    fn finish(&mut self, code: Option<i32>, signal: Option<i32>, cause: Option<ExitCause>, out: &mut BytesMut, open: bool) {
         if self.exit.is_some() {
             return;
         }
         let duration_us = u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let exit = Exit { code, signal, duration_us, end: self.end(), cause: None };
+        let exit = Exit { code, signal, duration_us, end: self.end(), cause };
         self.exit = Some(exit.clone());
         self.wake = None;
         self.input.discard();

@@ -35,6 +35,8 @@ struct SavedExecution {
     sleeps: Option<Duration>,
     ran: Duration,
     exit: Option<Exit>,
+    #[serde(default)]
+    end_acknowledged: bool,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -87,6 +89,7 @@ impl SavedExecution {
             sleeps: execution.wake.map(|wake| wake.saturating_duration_since(now)),
             ran: now.saturating_duration_since(execution.started),
             exit: execution.exit.clone(),
+            end_acknowledged: execution.end_acknowledged,
         };
         execution.input = saved.input();
         saved
@@ -122,6 +125,7 @@ impl SavedExecution {
             wake: self.sleeps.map(|left| now + left),
             started: now.checked_sub(self.ran).unwrap_or(now),
             exit: self.exit,
+            end_acknowledged: self.end_acknowledged,
         }
     }
 }
