@@ -1,10 +1,9 @@
 //! Server to client.
 
-use base64::{Engine as _, prelude::BASE64_STANDARD};
 use serde::{Deserialize, Serialize};
 
 use super::{EndReason, ErrorCode, Status, request::Encoding};
-use crate::{ExecutionId, SandboxId, agent::Stream};
+use crate::{ExecutionId, SandboxId};
 
 /// Every message that the server sends.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -162,54 +161,9 @@ pub struct StdinAck {
     pub execution_id: Option<ExecutionId>,
 }
 
-/// Writes an output message without building it first: this is the path that every byte of output takes.
-#[must_use]
-pub fn encode_output(stream: Stream, encoding: Encoding, data: &[u8], offset: u64, end: u64, id: &ExecutionId) -> String {
-    let mut json = Vec::with_capacity(data.len() + data.len() / 8 + 256);
-    json.extend_from_slice(match stream {
-        Stream::Stdout => b"{\"event\":\"stdout\",\"data\":",
-        Stream::Stderr => b"{\"event\":\"stderr\",\"data\":",
-    });
-    match encoding {
-        Encoding::Text => put_string(&mut json, &String::from_utf8_lossy(data)),
-        Encoding::Base64 => put_string(&mut json, &BASE64_STANDARD.encode(data)),
-    }
-    json.extend_from_slice(format!(",\"offset\":{offset},\"end\":{end},\"execution_id\":").as_bytes());
-    put_string(&mut json, id.as_str());
-    if encoding == Encoding::Base64 {
-        json.extend_from_slice(b",\"encoding\":\"base64\"");
-    }
-    json.push(b'}');
-    // Every part above is text; checking it again costs a tenth of writing it.
-    String::from_utf8(json).unwrap_or_default()
-}
-
-fn put_string(json: &mut Vec<u8>, text: &str) {
-    // Writing to memory can't fail.
-    let _ = serde_json::to_writer(json, text);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn output_is_written_as_its_type_reads_it() {
-        let id: ExecutionId = "a\"b".parse().unwrap();
-        for encoding in [Encoding::Text, Encoding::Base64] {
-            let json = encode_output(Stream::Stderr, encoding, "ä\n\u{1}\"".as_bytes(), 5, 10, &id);
-            let ServerEvent::Stderr(event) = serde_json::from_str(&json).unwrap() else { panic!("{json}") };
-            let data = if encoding == Encoding::Text { "ä\n\u{1}\"" } else { "w6QKASI=" };
-            assert_eq!((event.data.as_str(), event.offset, event.end, &event.execution_id), (data, 5, 10, &id));
-        }
-    }
-
-    #[test]
-    fn what_is_not_utf8_arrives_as_the_replacement_character() {
-        let json = encode_output(Stream::Stdout, Encoding::Text, b"a\xffb", 0, 3, &"e".parse().unwrap());
-        let ServerEvent::Stdout(event) = serde_json::from_str(&json).unwrap() else { panic!("{json}") };
-        assert_eq!((event.data.as_str(), event.end), ("a\u{fffd}b", 3));
-    }
 
     #[test]
     fn a_status_says_only_what_it_has_to_say() {

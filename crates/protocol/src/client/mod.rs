@@ -4,6 +4,7 @@
 
 mod error;
 mod event;
+mod output;
 mod request;
 #[cfg(test)]
 mod schema;
@@ -12,7 +13,8 @@ mod text;
 mod write;
 
 pub use error::{CloseCode, ErrorCode};
-pub use event::{ErrorEvent, OffsetsEvent, OutputEvent, Resumed, SandboxIdEvent, ServerEvent, StatusUpdate, StdinAck, encode_output};
+pub use event::{ErrorEvent, OffsetsEvent, OutputEvent, Resumed, SandboxIdEvent, ServerEvent, StatusUpdate, StdinAck};
+pub use output::{encode_output, put_output};
 pub use request::{
     About, BadRequest, CreateConfig, Encoding, ExecuteRequest, LimitsRequest, Network, NoNetwork, OffsetsRequest, Request, Seconds,
     SnapshotTarget, TtyRequest,
