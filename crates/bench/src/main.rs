@@ -86,11 +86,18 @@ fn main() -> Result<ExitCode> {
         tokio::select! {
             done = run(&args, home.path()) => done,
             _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
+            _ = terminated() => Err(anyhow::anyhow!("terminated")),
         }
     });
     leftovers::remove(home.path());
     let met = done?;
     Ok(if args.check && !met { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Without a handler for the signal it ends this process, and everything that it started is left.
+async fn terminated() -> std::io::Result<()> {
+    tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?.recv().await;
+    Ok(())
 }
 
 /// Returns whether all bars were met.
