@@ -230,7 +230,7 @@ impl Driver {
     fn heard_user(&mut self, user: User) {
         match user {
             User::Consumed => {}
-            User::Input(Some(Written::Data(data))) => self.session.write(data),
+            User::Input(Some(Written::Data(data))) => self.session.write(&data),
             User::Input(Some(Written::End)) => self.session.end_input(),
             User::Input(None) => {
                 if let Some(live) = &mut self.live {

@@ -19,7 +19,6 @@ mod run;
 #[cfg(test)]
 mod tests;
 
-use bytes::Bytes;
 use sandboxer_protocol::{
     ExecutionId, SandboxId,
     agent::PerStream,
@@ -180,7 +179,7 @@ impl Session {
         self.run.as_mut().filter(|run| run.id == *id && run.phase != Phase::Done)
     }
 
-    pub(crate) fn write(&mut self, data: Bytes) {
+    pub(crate) fn write(&mut self, data: &[u8]) {
         if let Some(run) = &mut self.run {
             run.input.push(data);
         }

@@ -1,8 +1,8 @@
 //! The input of an execution: what the server has not acknowledged is kept and can be sent again.
 
-use std::{collections::VecDeque, time::Duration};
+use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Buf as _, Bytes, BytesMut};
 use sandboxer_protocol::client::Request;
 use tokio::time::Instant;
 
@@ -11,20 +11,16 @@ pub(crate) const INPUT_BUFFER_BYTES: usize = 512 * 1024;
 /// One message of input.
 pub(crate) const INPUT_PIECE_BYTES: usize = 32 * 1024;
 
-/// However small they are.
-const MAX_PIECES: usize = 4096;
 const FIRST_RETRY: Duration = Duration::from_millis(20);
 const LONGEST_RETRY: Duration = Duration::from_millis(1000);
 
 #[derive(Debug, Default)]
 pub(crate) struct Input {
     /// What is not acknowledged, from `acknowledged` on.
-    held: VecDeque<Bytes>,
-    held_bytes: usize,
+    held: BytesMut,
     acknowledged: u64,
-    /// How many of `held` went out on this connection.
+    /// How many bytes of `held` went out on this connection.
     sent: usize,
-    sent_bytes: usize,
     /// End of input was asked for.
     eof: bool,
     eof_sent: bool,
@@ -43,13 +39,12 @@ impl Input {
 
     /// Whether more can be taken from the writer.
     pub(crate) fn has_room(&self) -> bool {
-        self.closed || (!self.eof && self.held_bytes < INPUT_BUFFER_BYTES && self.held.len() < MAX_PIECES)
+        self.closed || (!self.eof && self.held.len() < INPUT_BUFFER_BYTES)
     }
 
-    pub(crate) fn push(&mut self, data: Bytes) {
-        if !self.closed && !self.eof && !data.is_empty() {
-            self.held_bytes += data.len();
-            self.held.push_back(data);
+    pub(crate) fn push(&mut self, data: &[u8]) {
+        if !self.closed && !self.eof {
+            self.held.extend_from_slice(data);
         }
     }
 
@@ -60,8 +55,7 @@ impl Input {
     /// Nothing more will be taken; what is held is of no use any more.
     pub(crate) fn close(&mut self) {
         self.closed = true;
-        self.held.clear();
-        self.held_bytes = 0;
+        self.held = BytesMut::new();
         self.unsend();
     }
 
@@ -75,7 +69,7 @@ impl Input {
 
     /// Where the input ends that was taken from the writer.
     pub(crate) fn taken(&self) -> u64 {
-        self.acknowledged + self.held_bytes as u64
+        self.acknowledged + self.held.len() as u64
     }
 
     /// The agent has everything before `offset`. Returns false if it claims more than there ever was.
@@ -83,26 +77,12 @@ impl Input {
         if offset > self.taken() {
             return self.closed;
         }
-        let mut surplus = usize::try_from(offset.saturating_sub(self.acknowledged)).unwrap_or(usize::MAX);
-        if surplus == 0 {
-            return true;
-        }
-        self.acknowledged = offset;
-        self.held_bytes -= surplus;
-        self.retry_after = Duration::ZERO;
-        while surplus > 0 {
-            let Some(front) = self.held.front_mut() else { break };
-            let taken = front.len().min(surplus);
-            surplus -= taken;
-            if self.sent > 0 {
-                self.sent_bytes -= taken;
-            }
-            if taken < front.len() {
-                *front = front.slice(taken..);
-            } else {
-                self.held.pop_front();
-                self.sent = self.sent.saturating_sub(1);
-            }
+        let surplus = usize::try_from(offset.saturating_sub(self.acknowledged)).unwrap_or(usize::MAX);
+        if surplus > 0 {
+            self.acknowledged = offset;
+            self.held.advance(surplus);
+            self.sent = self.sent.saturating_sub(surplus);
+            self.retry_after = Duration::ZERO;
         }
         true
     }
@@ -124,7 +104,6 @@ impl Input {
 
     fn unsend(&mut self) {
         self.sent = 0;
-        self.sent_bytes = 0;
         self.eof_sent = false;
     }
 
@@ -144,11 +123,13 @@ impl Input {
             }
             self.retry_at = None;
         }
-        if let Some(data) = self.held.get(self.sent) {
-            let offset = self.acknowledged + self.sent_bytes as u64;
-            self.sent += 1;
-            self.sent_bytes += data.len();
-            return Some(Request::Stdin { data: data.clone(), offset: Some(offset) }.to_json());
+        let rest = &self.held[self.sent..];
+        if !rest.is_empty() {
+            // However small the writes were: what is there goes out together.
+            let piece = Bytes::copy_from_slice(&rest[..piece_length(rest)]);
+            let offset = self.acknowledged + self.sent as u64;
+            self.sent += piece.len();
+            return Some(Request::Stdin { data: piece, offset: Some(offset) }.to_json());
         }
         // Behind everything else has been taken, so that it can't overtake a piece that has to be sent again.
         if self.eof && self.held.is_empty() && !self.eof_sent {
@@ -159,13 +140,23 @@ impl Input {
     }
 }
 
+/// How much to send at once: not within a character, if these are characters, so that it can go as text.
+fn piece_length(rest: &[u8]) -> usize {
+    let most = rest.len().min(INPUT_PIECE_BYTES);
+    if most == rest.len() {
+        return most;
+    }
+    let is_start = |at: &usize| rest[*at] & 0xc0 != 0x80;
+    (most.saturating_sub(3)..=most).rev().find(is_start).filter(|at| *at > 0).unwrap_or(most)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn input(pieces: &[&'static str]) -> Input {
         let mut input = Input::default();
-        pieces.iter().for_each(|piece| input.push(Bytes::from_static(piece.as_bytes())));
+        pieces.iter().for_each(|piece| input.push(piece.as_bytes()));
         input
     }
 
@@ -180,12 +171,15 @@ mod tests {
     #[test]
     fn what_was_not_acknowledged_goes_out_again_after_a_cut() {
         let now = Instant::now();
-        let mut input = input(&["abc", "de", "f"]);
-        assert_eq!(messages(&mut input, now), [stdin("abc", 0), stdin("de", 3), stdin("f", 5)]);
+        let mut input = input(&["abc"]);
+        assert_eq!(messages(&mut input, now), [stdin("abc", 0)]);
+        input.push(b"de");
+        input.push(b"f");
+        assert_eq!(messages(&mut input, now), [stdin("def", 3)]);
         assert!(input.acknowledge(4));
         assert_eq!(messages(&mut input, now), []);
         input.cut();
-        assert_eq!(messages(&mut input, now), [stdin("e", 4), stdin("f", 5)]);
+        assert_eq!(messages(&mut input, now), [stdin("ef", 4)]);
     }
 
     #[test]
@@ -225,10 +219,26 @@ mod tests {
     #[test]
     fn no_more_is_taken_than_the_buffer_holds() {
         let mut input = Input::default();
-        let piece = Bytes::from(vec![b'x'; INPUT_PIECE_BYTES]);
         while input.has_room() {
-            input.push(piece.clone());
+            input.push(&[b'x'; INPUT_PIECE_BYTES]);
         }
         assert!(input.taken() < (INPUT_BUFFER_BYTES + INPUT_PIECE_BYTES) as u64);
+    }
+
+    #[test]
+    fn long_text_goes_as_text_and_other_bytes_as_they_are() {
+        for (unit, text) in [("€".as_bytes(), true), (b"\xff\x80", false)] {
+            let bytes = unit.repeat(INPUT_PIECE_BYTES);
+            let mut input = Input::default();
+            input.push(&bytes);
+            let mut all = Vec::new();
+            while let Some(message) = input.next_message(Instant::now()) {
+                assert_eq!(message.contains("base64"), !text);
+                let Ok(Request::Stdin { data, offset }) = Request::parse(&message) else { panic!("{message}") };
+                assert_eq!(offset, Some(all.len() as u64));
+                all.extend_from_slice(&data);
+            }
+            assert!(all == bytes);
+        }
     }
 }

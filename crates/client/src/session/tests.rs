@@ -145,14 +145,14 @@ impl World {
         self.end = None;
         let (id, message) = crate::Execution::new("python", lines.to_string()).raw(raw).into_message().unwrap();
         self.session.start(id.clone(), message).unwrap();
-        let mut input = VecDeque::from_iter(input.chunks(97).map(Bytes::copy_from_slice));
+        let mut input = VecDeque::from_iter(input.chunks(97).map(<[u8]>::to_vec));
         for _ in 0..2_000_000 {
             if self.end.is_some() {
                 return id;
             }
             if self.session.wants_input() && self.model.below(8) == 0 {
                 match input.pop_front() {
-                    Some(piece) => self.session.write(piece),
+                    Some(piece) => self.session.write(&piece),
                     None => self.session.end_input(),
                 }
             }
@@ -292,7 +292,7 @@ fn an_execution_that_is_there_is_taken_up_by_an_attach() {
     assert_eq!(session.received(resumed, now), Some(Effect::Ready(Some(found))));
     let piece = session.received(r#"{"event":"stdout","data":"ab","offset":5,"end":7,"execution_id":"x"}"#, now);
     assert!(matches!(piece, Some(Effect::Piece(Piece { offset: 5, end: 7, .. }))));
-    session.write(Bytes::from_static(b"in"));
+    session.write(b"in");
     assert_eq!(session.next_message(now).as_deref(), Some(r#"{"event":"stdin","data":"in","offset":2}"#));
 }
 
