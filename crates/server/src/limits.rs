@@ -28,11 +28,14 @@ impl Limits {
     /// What was asked for, and the defaults for the rest, within what this server allows.
     pub(crate) fn resolve(request: &LimitsRequest, defaults: &Limits, maximum: &Limits) -> Result<Self, CreateError> {
         let limits = Self {
-            memory_mb: request.memory_mb.unwrap_or(defaults.memory_mb),
-            cpus: request.cpus.unwrap_or(defaults.cpus),
-            pids: request.pids.unwrap_or(defaults.pids),
-            disk_mb: request.disk_mb.unwrap_or(defaults.disk_mb),
+            memory_mb: request.memory_mb.unwrap_or(defaults.memory_mb.min(maximum.memory_mb)),
+            cpus: request.cpus.unwrap_or(defaults.cpus.min(maximum.cpus)),
+            pids: request.pids.unwrap_or(defaults.pids.min(maximum.pids)),
+            disk_mb: request.disk_mb.unwrap_or(defaults.disk_mb.min(maximum.disk_mb)),
         };
+        // The disk is kept in memory: full, it must leave room to work, or every program would be killed for lack of it.
+        let room = limits.memory_mb.saturating_mul(4) / 5;
+        let limits = Self { disk_mb: if request.disk_mb.is_none() { limits.disk_mb.min(room) } else { limits.disk_mb }, ..limits };
         let too_high = |name, asked: String, most: String| {
             Err(CreateError::new(
                 ErrorCode::LimitTooHigh,
@@ -49,6 +52,14 @@ impl Limits {
             l if !l.cpus.is_finite() || l.cpus < 0.05 => too_low("cpus", "0.05"),
             l if l.pids < 4 => too_low("pids", "4"),
             l if l.disk_mb < 1 => too_low("disk_mb", "1"),
+            l if l.disk_mb > room => {
+                let message = format!(
+                    "limits.disk_mb: the disk is kept in memory, so {} of it need a memory_mb of {} or more.",
+                    l.disk_mb,
+                    l.disk_mb.div_ceil(4) * 5
+                );
+                Err(CreateError::new(ErrorCode::InvalidField, message))
+            }
             _ => Ok(limits),
         }
     }
@@ -111,6 +122,15 @@ mod tests {
         ] {
             assert_eq!(resolve(request), Err(ErrorCode::InvalidField), "{request:?}");
         }
+    }
+
+    #[test]
+    fn the_defaults_stay_within_what_the_server_allows_and_the_disk_within_memory() {
+        let small = Limits { memory_mb: 512, cpus: 0.5, pids: 64, disk_mb: 8192 };
+        let limits = Limits::resolve(&LimitsRequest::default(), &Limits::default(), &small).unwrap();
+        assert_eq!(limits, Limits { disk_mb: 409, ..small });
+        assert_eq!(resolve(LimitsRequest { disk_mb: Some(1000), ..LimitsRequest::default() }), Err(ErrorCode::InvalidField));
+        assert!(resolve(LimitsRequest { disk_mb: Some(1000), memory_mb: Some(2000), ..LimitsRequest::default() }).is_ok());
     }
 
     #[test]

@@ -1,14 +1,11 @@
 //! All sandboxes of this server: making them, finding them, taking them up again, ending them.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs, io,
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -18,13 +15,13 @@ use sandboxer_protocol::{
     client::{CreateConfig, ErrorCode, LimitsRequest, Network, ServerEvent},
 };
 use sandboxer_runtime::{
-    HostLimits, Instance, Launch, Runtime,
+    HostLimits, Instance, Launch, Runtime, RuntimeError,
     link::{self, Link, LinkError},
 };
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 use tokio::{
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
     time::Instant,
 };
 use tokio_util::task::TaskTracker;
@@ -34,13 +31,13 @@ use crate::{
     images::Images,
     limits::Limits,
     metrics::Metrics,
-    obituaries::Obituaries,
+    obituaries::{Obituaries, Obituary},
     sandbox::{
         Execution,
         client::ClientPort,
-        driver::{Attachment, Command, Driver, END_EXPLAINED, Outcome, Start, Stop},
+        driver::{Attachment, Command, Driver, END_EXPLAINED, Ending, Outcome, Start, Stop},
         farewell::obituary,
-        record::{RECORD_VERSION, Record, SandboxConfig},
+        record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
     },
     settings::Settings,
     tenants::{Place, Tenants},
@@ -49,7 +46,9 @@ use crate::{
 /// Commands that may wait for a driver.
 const COMMANDS: usize = 16;
 /// How long the agent of a sandbox that is taken up may take to answer.
-const TAKE_UP: Duration = Duration::from_secs(10);
+const TAKE_UP: Duration = Duration::from_secs(60);
+/// How long the server waits for that before it serves.
+const TAKE_UP_FIRST: Duration = Duration::from_secs(10);
 
 /// Why a sandbox was not made. The message says what to do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -76,13 +75,13 @@ pub(crate) struct Handle {
 impl Handle {
     /// Whether this is the sandbox's token, without telling how much of it is right.
     pub(crate) fn opens(&self, token: &str) -> bool {
-        hash(token).as_bytes().ct_eq(self.token_sha256.as_bytes()).into()
+        same_secret(token, &self.token_sha256)
     }
 
     /// Ends a sandbox that nobody has heard of.
     pub(crate) async fn abandon(&self) {
         // A driver that has ended already has nothing to be told.
-        let _ = self.commands.send(Command::Stop(Stop::Drain)).await;
+        let _ = self.commands.send(Command::Abandon).await;
     }
 
     /// Makes a connection the client of the sandbox. None: the sandbox is gone.
@@ -112,7 +111,9 @@ pub(crate) struct Manager {
     drivers: TaskTracker,
     /// Every WebSocket holds a token of it for as long as it is open.
     pub(crate) sockets: TaskTracker,
-    stopping: AtomicBool,
+    stop: watch::Sender<Option<Stop>>,
+    /// Sandboxes of an earlier process that are being taken up.
+    taking_up: watch::Sender<HashSet<SandboxId>>,
 }
 
 impl Manager {
@@ -131,7 +132,8 @@ impl Manager {
             sandboxes: Mutex::default(),
             drivers: TaskTracker::new(),
             sockets: TaskTracker::new(),
-            stopping: AtomicBool::new(false),
+            stop: watch::Sender::new(None),
+            taking_up: watch::Sender::default(),
         }))
     }
 
@@ -143,16 +145,23 @@ impl Manager {
         &self.images
     }
 
-    pub(crate) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed)
+    /// How the server is being stopped, if it is.
+    pub(crate) fn stopping(&self) -> Option<Stop> {
+        *self.stop.borrow()
     }
 
-    pub(crate) fn find(&self, id: SandboxId) -> Option<Handle> {
+    /// A sandbox by its id. Waits for one that is being taken up.
+    pub(crate) async fn find(&self, id: SandboxId) -> Option<Handle> {
+        // The sender is a part of this.
+        let _ = self.taking_up.subscribe().wait_for(|ids| !ids.contains(&id)).await;
         self.lock().get(&id).cloned()
     }
 
-    pub(crate) fn obituary(&self, id: SandboxId) -> Option<String> {
-        self.obituaries.get(id)
+    /// Why a sandbox ended, for those who may know: with keys, who has its token.
+    pub(crate) fn obituary(&self, id: SandboxId, token: Option<&str>) -> Option<String> {
+        let obituary = self.obituaries.get(id)?;
+        let known = token.is_some_and(|token| same_secret(token, &obituary.token_sha256));
+        (known || !self.settings.access.needs_token()).then_some(obituary.message)
     }
 
     /// Makes a sandbox. Runs to its end even if nobody waits for it any longer.
@@ -174,7 +183,7 @@ impl Manager {
     }
 
     async fn make(self: Arc<Self>, id: SandboxId, config: CreateConfig, owner: Option<String>) -> Result<Created, CreateError> {
-        if self.is_stopping() {
+        if self.stopping().is_some() {
             return Err(CreateError::new(ErrorCode::ServerStopping, "The server is stopping. Create the sandbox at another one."));
         }
         let asked = config.limits.unwrap_or_default();
@@ -197,6 +206,7 @@ impl Manager {
             marker: Marker::new(rand::random()),
             image,
             owner,
+            idle_since: None,
             config,
         };
         let limits = &record.config.limits;
@@ -225,7 +235,7 @@ impl Manager {
                         format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
                     return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
                 }
-                let handle = self.drive(record, (slot, place), running, Duration::ZERO);
+                let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO);
                 Ok(Created { handle, token })
             }
             Err(why) => {
@@ -289,12 +299,13 @@ impl Manager {
     }
 
     /// Gives a running sandbox its driver.
-    fn drive(self: &Arc<Self>, record: Record, slot: (OwnedSemaphorePermit, Place), running: Running, age: Duration) -> Handle {
+    fn drive(self: &Arc<Self>, record: Record, slot: (Option<OwnedSemaphorePermit>, Place), running: Running, age: Duration) -> Handle {
         let (id, dir) = (record.id, self.dir(record.id));
         let (sender, commands) = mpsc::channel(COMMANDS);
         let handle = Handle { id, token_sha256: record.token_sha256.as_str().into(), commands: sender };
-        let Running { reader, writer, ended, execution } = running;
+        let Running { reader, writer, ended, execution, next_number } = running;
         let manager = Arc::clone(self);
+        let token_sha256 = record.token_sha256.clone();
         let driver = Driver::new(Start {
             id,
             dir: dir.clone(),
@@ -308,18 +319,25 @@ impl Manager {
             execution,
             age,
             max_lifetime: self.settings.max_lifetime,
-            on_end: Box::new(move |outcome| manager.forget(id, Some(obituary(outcome)))),
+            on_end: Box::new(move |outcome| {
+                let message = obituary(outcome);
+                manager.forget(id, Some(Obituary { message, token_sha256: token_sha256.clone() }));
+            }),
+            stop: self.stop.subscribe(),
+            next_number,
         });
         self.lock().insert(id, handle.clone());
         self.metrics.live.inc();
         let manager = Arc::clone(self);
         let drive = async move {
-            let outcome = driver.run().await;
+            let Ending { outcome, removed } = driver.run().await;
             manager.metrics.live.dec();
             if matches!(outcome, Outcome::LeftRunning) {
                 manager.forget(id, None);
             } else {
                 manager.metrics.ended.inc();
+            }
+            if removed {
                 remove_dir(&dir);
             }
             drop(slot);
@@ -328,7 +346,7 @@ impl Manager {
         handle
     }
 
-    fn forget(&self, id: SandboxId, why: Option<String>) {
+    fn forget(&self, id: SandboxId, why: Option<Obituary>) {
         if let Some(why) = why {
             self.obituaries.add(id, why);
         }
@@ -345,46 +363,77 @@ impl Manager {
                 Vec::new()
             }
         };
+        self.taking_up.send_modify(|ids| ids.extend(&found));
         let tasks: Vec<_> = found
             .into_iter()
             .map(|id| {
                 let manager = Arc::clone(self);
-                self.drivers.spawn(async move { manager.take_up(id).await }.instrument(info_span!(parent: None, "sandbox", %id)))
+                let take_up = async move {
+                    Arc::clone(&manager).take_up(id).await;
+                    manager.taking_up.send_modify(|ids| {
+                        ids.remove(&id);
+                    });
+                };
+                self.drivers.spawn(take_up.instrument(info_span!(parent: None, "sandbox", %id)))
             })
             .collect();
-        for task in tasks {
-            // A task that panicked has said so; its sandbox stays for the next start.
-            let _ = task.await;
+        let all = async {
+            for task in tasks {
+                // A task that panicked has said so; its sandbox stays for the next start.
+                let _ = task.await;
+            }
+        };
+        // Who attaches to one that takes longer waits for it.
+        if tokio::time::timeout(TAKE_UP_FIRST, all).await.is_err() {
+            warn!("some sandboxes take long to be taken up; serving the others");
         }
     }
 
     async fn take_up(self: Arc<Self>, id: SandboxId) {
         let dir = self.dir(id);
-        match self.try_take_up(id, &dir).await {
+        let (why, token_sha256) = match self.try_take_up(id, &dir).await {
             Ok(()) => {
                 self.metrics.taken_up.inc();
                 info!("taken up");
+                return;
             }
-            Err(why) => {
-                warn!(why, "can't be taken up");
-                self.obituaries.add(id, format!("The sandbox was lost when its server was restarted: {why}."));
-                match self.runtime.remove(id, &dir).await {
-                    Ok(()) => remove_dir(&dir),
-                    Err(error) => warn!(%error, "and it could not be removed; the next start tries again"),
-                }
+            Err(NotTakenUp::Unknown(why)) => {
+                // What can't be judged is not destroyed.
+                warn!(why, "can't be taken up now, and is left for the next start");
+                return;
             }
+            Err(NotTakenUp::Lost { why, token_sha256 }) => (why, token_sha256),
+        };
+        warn!(why, "can't be taken up");
+        let message = format!("The sandbox was lost when its server was restarted: {why}.");
+        self.obituaries.add(id, Obituary { message, token_sha256 });
+        match self.runtime.remove(id, &dir).await {
+            Ok(()) => remove_dir(&dir),
+            Err(error) => warn!(%error, "and it could not be removed; the next start tries again"),
         }
     }
 
-    async fn try_take_up(self: &Arc<Self>, id: SandboxId, dir: &Path) -> Result<(), String> {
-        let record = Record::read(dir, id).map_err(|error| error.to_string())?;
-        // More than are allowed now may have been left: they are taken up all the same, and no new ones are made until they are fewer.
-        let slot = match Arc::clone(&self.slots).try_acquire_owned() {
-            Ok(slot) => slot,
-            Err(_) => Arc::new(Semaphore::new(1)).try_acquire_owned().map_err(|error| error.to_string())?,
+    async fn try_take_up(self: &Arc<Self>, id: SandboxId, dir: &Path) -> Result<(), NotTakenUp> {
+        let lost = |why: String, token_sha256: &str| NotTakenUp::Lost { why, token_sha256: token_sha256.to_owned() };
+        let record = match Record::read(dir, id) {
+            Ok(record) => record,
+            Err(error @ RecordError::Version(_)) => return Err(NotTakenUp::Unknown(error.to_string())),
+            Err(error) => return Err(lost(error.to_string(), "")),
         };
-        let instance = self.runtime.take_up(id, dir).await.map_err(|error| error.to_string())?;
-        let Opened { running, .. } = converse(instance, &record.marker, TAKE_UP).await?;
+        // More than are allowed now may have been left: they are taken up all the same, and no new ones are made until they are fewer.
+        let slot = Arc::clone(&self.slots).try_acquire_owned().ok();
+        let instance = match self.runtime.take_up(id, dir).await {
+            Ok(instance) => instance,
+            Err(RuntimeError::NotFound) => return Err(lost("it no longer runs".to_owned(), &record.token_sha256)),
+            Err(error) => return Err(NotTakenUp::Unknown(error.to_string())),
+        };
+        let ended = instance.ended.clone();
+        let opened = converse(instance, &record.marker, TAKE_UP).await;
+        let Opened { running, .. } = match (opened, ended.now()) {
+            (Ok(opened), _) => opened,
+            (Err(why), Some(_)) => return Err(lost(why, &record.token_sha256)),
+            (Err(why), None) => return Err(NotTakenUp::Unknown(why)),
+        };
         let age = jiff::Timestamp::now().duration_since(record.created_at);
         let age = Duration::try_from(age).unwrap_or_default();
         let place = self.tenants.readmit(record.owner.as_deref());
@@ -394,13 +443,8 @@ impl Manager {
 
     /// Ends or leaves all sandboxes, and waits for it as long as the settings allow.
     pub(crate) async fn stop(&self, how: Stop) {
-        self.stopping.store(true, Ordering::Relaxed);
-        let handles: Vec<Handle> = self.lock().values().cloned().collect();
-        info!(sandboxes = handles.len(), ?how, "stopping");
-        for handle in handles {
-            // A driver that has ended already has nothing to be told.
-            let _ = handle.commands.try_send(Command::Stop(how));
-        }
+        info!(sandboxes = self.lock().len(), ?how, "stopping");
+        self.stop.send_replace(Some(how));
         self.drivers.close();
         if tokio::time::timeout(self.settings.stop_grace, self.drivers.wait()).await.is_err() {
             warn!("not everything ended in time; what is left is taken up by the next start");
@@ -417,6 +461,14 @@ impl Manager {
     }
 }
 
+/// Why a sandbox was not taken up.
+enum NotTakenUp {
+    /// It is gone, for sure.
+    Lost { why: String, token_sha256: String },
+    /// It may well live.
+    Unknown(String),
+}
+
 /// A sandbox whose agent has answered.
 struct Opened {
     enforced: Enforced,
@@ -428,6 +480,7 @@ struct Running {
     writer: link::LinkWriter,
     ended: sandboxer_runtime::Ended,
     execution: Option<Execution>,
+    next_number: u64,
 }
 
 /// Opens the conversation, unless the sandbox ends first.
@@ -439,7 +492,9 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
     };
     match opened {
         Ok(Link { hello: FromAgent::HelloReply { enforced, execution, .. }, reader, writer, ended }) => {
-            Ok(Opened { enforced, running: Running { reader, writer, ended, execution: execution.map(Execution::taken_up) } })
+            let next_number = execution.as_ref().map_or(0, |execution| execution.number).saturating_add(1);
+            let execution = execution.map(Execution::taken_up);
+            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number } })
         }
         Ok(_) => Err(LinkError::NotAReply.to_string()),
         // The agent's end closes a moment before the runtime knows why.
@@ -475,6 +530,10 @@ fn not_enforced(asked: &LimitsRequest, enforced: Enforced) -> Option<&'static st
     ]
     .into_iter()
     .find_map(|(missing, name)| missing.then_some(name))
+}
+
+fn same_secret(given: &str, sha256: &str) -> bool {
+    hash(given).as_bytes().ct_eq(sha256.as_bytes()).into()
 }
 
 fn new_token() -> String {

@@ -5,12 +5,14 @@
 use std::{
     collections::{HashMap, VecDeque},
     fs, io,
+    os::unix::fs::DirBuilderExt as _,
     path::PathBuf,
     sync::{Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
 
 use sandboxer_protocol::SandboxId;
+use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 /// Beyond this the oldest are forgotten before their time.
@@ -23,16 +25,23 @@ pub(crate) struct Obituaries {
     known: Mutex<Known>,
 }
 
+/// Why a sandbox ended, and who may know.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Obituary {
+    pub(crate) message: String,
+    pub(crate) token_sha256: String,
+}
+
 #[derive(Debug, Default)]
 struct Known {
-    texts: HashMap<SandboxId, String>,
+    texts: HashMap<SandboxId, Obituary>,
     order: VecDeque<(SystemTime, SandboxId)>,
 }
 
 impl Obituaries {
     /// Reads what an earlier server process left.
     pub(crate) fn open(dir: PathBuf, keep: Duration) -> io::Result<Self> {
-        fs::create_dir_all(&dir)?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         let mut found = Vec::new();
         for entry in fs::read_dir(&dir)? {
             let entry = entry?;
@@ -44,8 +53,9 @@ impl Obituaries {
         found.sort();
         let mut known = Known::default();
         for (at, id) in found {
-            if let Ok(text) = fs::read_to_string(dir.join(id.to_string())) {
-                known.texts.insert(id, text);
+            let read = fs::read(dir.join(id.to_string())).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
+            if let Some(obituary) = read {
+                known.texts.insert(id, obituary);
                 known.order.push_back((at, id));
             }
         }
@@ -54,20 +64,21 @@ impl Obituaries {
         Ok(obituaries)
     }
 
-    pub(crate) fn add(&self, id: SandboxId, text: String) {
-        if let Err(error) = fs::write(self.dir.join(id.to_string()), &text) {
+    pub(crate) fn add(&self, id: SandboxId, obituary: Obituary) {
+        let json = serde_json::to_vec(&obituary).unwrap_or_default();
+        if let Err(error) = fs::write(self.dir.join(id.to_string()), json) {
             warn!(%error, sandbox = %id, "why the sandbox ended could not be written down");
         }
         {
             let mut known = self.lock();
-            if known.texts.insert(id, text).is_none() {
+            if known.texts.insert(id, obituary).is_none() {
                 known.order.push_back((SystemTime::now(), id));
             }
         }
         self.forget_old();
     }
 
-    pub(crate) fn get(&self, id: SandboxId) -> Option<String> {
+    pub(crate) fn get(&self, id: SandboxId) -> Option<Obituary> {
         self.forget_old();
         self.lock().texts.get(&id).cloned()
     }
@@ -100,9 +111,10 @@ mod tests {
     fn a_reason_is_remembered_across_a_restart_and_forgotten_in_time() {
         let dir = tempfile::tempdir().unwrap();
         let id = SandboxId::random();
-        Obituaries::open(dir.path().into(), Duration::from_secs(3600)).unwrap().add(id, "killed".to_owned());
+        let obituary = Obituary { message: "killed".to_owned(), token_sha256: "00".to_owned() };
+        Obituaries::open(dir.path().into(), Duration::from_secs(3600)).unwrap().add(id, obituary.clone());
         let next = Obituaries::open(dir.path().into(), Duration::from_secs(3600)).unwrap();
-        assert_eq!(next.get(id).as_deref(), Some("killed"));
+        assert_eq!(next.get(id), Some(obituary));
         let later = Obituaries::open(dir.path().into(), Duration::ZERO).unwrap();
         assert_eq!(later.get(id), None);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);

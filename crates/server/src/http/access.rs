@@ -71,12 +71,15 @@ pub struct Access {
 pub(super) struct Owner(pub(super) Option<String>);
 
 impl Access {
-    pub(super) fn needs_token(&self) -> bool {
+    pub(crate) fn needs_token(&self) -> bool {
         !self.keys.is_empty()
     }
 
     fn owner(&self, headers: &HeaderMap) -> Option<&ApiKey> {
-        let bearer = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
+        let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
+            let (scheme, key) = value.to_str().ok()?.split_once(' ')?;
+            scheme.eq_ignore_ascii_case("bearer").then_some(key)
+        });
         let given = bearer.or_else(|| headers.get("x-api-key").and_then(|value| value.to_str().ok()))?;
         let given = hash(given.trim());
         // Every key is compared, so that the time tells nothing.

@@ -36,7 +36,7 @@ pub(crate) fn router(manager: Arc<Manager>) -> Router {
 
 async fn readiness(State(manager): State<Arc<Manager>>) -> Response {
     let unavailable = |why: String| (StatusCode::SERVICE_UNAVAILABLE, why + "\n").into_response();
-    if manager.is_stopping() {
+    if manager.stopping().is_some() {
         return unavailable("stopping".to_owned());
     }
     match manager.images().base() {

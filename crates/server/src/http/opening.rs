@@ -8,7 +8,7 @@ use axum::{
         Path, Query, State,
         ws::{Message, WebSocket, WebSocketUpgrade},
     },
-    http::HeaderMap,
+    http::{HeaderMap, StatusCode},
     response::Response,
 };
 use bytes::Bytes;
@@ -25,12 +25,15 @@ use crate::{
     manager::{CreateError, Created, Handle, Manager},
     sandbox::{
         client::FromClient,
-        driver::{Attachment, GRACE, GRACE_AT_MOST},
+        driver::{Attachment, GRACE, GRACE_AT_MOST, Stop},
     },
 };
 
 /// Messages that may come while the sandbox is being made. Beyond it they wait in the kernel.
 const MAX_EARLY: usize = 16;
+
+/// WebSockets at once.
+const MAX_SOCKETS: usize = 5_000;
 
 #[derive(Debug, Deserialize)]
 pub(super) struct AttachQuery {
@@ -42,6 +45,13 @@ pub(super) async fn create(
     Extension(Owner(owner)): Extension<Owner>,
     upgrade: WebSocketUpgrade,
 ) -> Response {
+    if manager.sockets.len() >= MAX_SOCKETS {
+        return super::error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too_many_connections",
+            "This server has as many connections as it can. Try again later.",
+        );
+    }
     upgrade_with(&manager, upgrade).on_upgrade(move |socket| async move {
         let _open = (manager.sockets.token(), manager.metrics.client());
         if let Err(error) = opened_create(&manager, owner, socket).await {
@@ -58,6 +68,13 @@ pub(super) async fn attach(
     upgrade: WebSocketUpgrade,
 ) -> Response {
     let token = headers.get("x-sandbox-token").and_then(|value| value.to_str().ok()).map(str::to_owned).or(query.sandbox_token);
+    if manager.sockets.len() >= MAX_SOCKETS {
+        return super::error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too_many_connections",
+            "This server has as many connections as it can. Try again later.",
+        );
+    }
     upgrade_with(&manager, upgrade).on_upgrade(move |socket| async move {
         let _open = (manager.sockets.token(), manager.metrics.client());
         if let Err(error) = opened_attach(&manager, &id, token.as_deref(), socket).await {
@@ -111,7 +128,7 @@ async fn opened_create(manager: &Arc<Manager>, owner: Option<String>, mut socket
         Ok(Created { handle, token }) => {
             let id = SandboxIdEvent { sandbox_id: handle.id, sandbox_token: token };
             let greeting = vec![ServerEvent::SandboxId(id), Status::Running.into()];
-            hand_over(manager, &handle, socket, greeting, early).await
+            hand_over(manager, &handle, None, socket, greeting, early).await
         }
         Err(error) => refuse(socket, &error).await,
     }
@@ -129,7 +146,11 @@ async fn first_message(socket: &mut WebSocket) -> Result<First, axum::Error> {
         };
         match message {
             Message::Pong(_) => until = until.min(Instant::now() + GRACE),
-            Message::Close(_) => return Ok(First::Gone),
+            Message::Close(_) => {
+                // Reading on sends the answer.
+                let _ = timeout_at(Instant::now() + GRACE, socket.recv()).await;
+                return Ok(First::Gone);
+            }
             message => match read(message) {
                 Some(FromClient::Request(Request::Configure(config))) => return Ok(First::Config(config, VecDeque::new())),
                 Some(FromClient::Bad(bad)) if bad.about == About::Configuration => {
@@ -158,13 +179,19 @@ async fn refuse(mut socket: WebSocket, error: &CreateError) -> Result<(), axum::
 
 async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mut socket: WebSocket) -> Result<(), axum::Error> {
     let id = id.parse::<SandboxId>().ok();
-    let handle = id.and_then(|id| manager.find(id));
+    let handle = match id {
+        Some(id) => manager.find(id).await,
+        None => None,
+    };
     let allowed = match (&handle, token) {
         (Some(handle), Some(token)) => handle.opens(token),
         (Some(_), None) => !manager.settings().access.needs_token(),
-        // Who has to show a token is not told which sandboxes there are.
-        (None, _) => !manager.settings().access.needs_token(),
+        // Who has to show a token is not told which sandboxes there are, unless it is the right one of one that was.
+        (None, token) => !manager.settings().access.needs_token() || id.is_some_and(|id| manager.obituary(id, token).is_some()),
     };
+    if let Some(how) = manager.stopping() {
+        return going_away(socket, how).await;
+    }
     if !allowed {
         let message = "The token is missing or wrong. Send the sandbox_token that came with the sandbox_id.";
         send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::PermissionDenialError).message(message))).await?;
@@ -172,13 +199,23 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
         return socket::close(socket, CloseCode::Application).await;
     }
     match handle {
-        Some(handle) => hand_over(manager, &handle, socket, vec![Status::Running.into()], VecDeque::new()).await,
-        None => not_found(manager, id, socket).await,
+        Some(handle) => hand_over(manager, &handle, token, socket, vec![Status::Running.into()], VecDeque::new()).await,
+        None => not_found(manager, id, token, socket).await,
     }
 }
 
-async fn not_found(manager: &Manager, id: Option<SandboxId>, mut socket: WebSocket) -> Result<(), axum::Error> {
-    let message = id.and_then(|id| manager.obituary(id)).unwrap_or_else(|| "There is no such sandbox.".to_owned());
+/// The server is on its way out, and says so rather than that a sandbox is not there.
+async fn going_away(mut socket: WebSocket, how: Stop) -> Result<(), axum::Error> {
+    let (code, message) = match how {
+        Stop::Drain => (ErrorCode::ServerStopping, "The server is stopping. Try another one."),
+        Stop::Restart => (ErrorCode::ServerRestarting, "The server is restarting. Attach again in a moment."),
+    };
+    send(&mut socket, &ServerEvent::Error(ErrorEvent::new(code, message))).await?;
+    socket::close(socket, CloseCode::GoingAway).await
+}
+
+async fn not_found(manager: &Manager, id: Option<SandboxId>, token: Option<&str>, mut socket: WebSocket) -> Result<(), axum::Error> {
+    let message = id.and_then(|id| manager.obituary(id, token)).unwrap_or_else(|| "There is no such sandbox.".to_owned());
     send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::NotFound).message(message))).await?;
     socket::close(socket, CloseCode::Refused).await
 }
@@ -187,6 +224,7 @@ async fn not_found(manager: &Manager, id: Option<SandboxId>, mut socket: WebSock
 async fn hand_over(
     manager: &Manager,
     handle: &Handle,
+    token: Option<&str>,
     mut socket: WebSocket,
     greeting: Vec<ServerEvent>,
     early: VecDeque<FromClient>,
@@ -202,7 +240,10 @@ async fn hand_over(
             send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::InUse).message(message))).await?;
             socket::close(socket, CloseCode::Refused).await
         }
-        None => not_found(manager, Some(handle.id), socket).await,
+        None => match manager.stopping() {
+            Some(how) => going_away(socket, how).await,
+            None => not_found(manager, Some(handle.id), token, socket).await,
+        },
     }
 }
 

@@ -1,6 +1,6 @@
 //! A WebSocket once its sandbox is found: messages in, messages out, until one side closes.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use axum::extract::ws::{CloseFrame, Message, Utf8Bytes, WebSocket};
 use bytes::{Bytes, BytesMut};
@@ -10,13 +10,13 @@ use futures_util::{
 };
 use sandboxer_protocol::client::{About, BadRequest, CloseCode, ErrorCode, Request, put_output};
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{Semaphore, mpsc, watch},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::sandbox::client::{ClientPort, FromClient, INCOMING_REQUESTS, OUTGOING_MESSAGES, Outgoing};
+use crate::sandbox::client::{ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing};
 
 /// How long a client may take to answer a close, and to read what was sent before it.
 const CLOSE_ANSWERED: Duration = Duration::from_secs(2);
@@ -25,7 +25,8 @@ const LAST_WORDS: Duration = Duration::from_secs(5);
 
 /// The connection's ends of the channels to the driver.
 pub(super) struct Ends {
-    incoming: mpsc::Sender<FromClient>,
+    incoming: mpsc::Sender<Incoming>,
+    room: Arc<Semaphore>,
     pongs: watch::Sender<Bytes>,
     outgoing: mpsc::Receiver<Outgoing>,
     closing: CancellationToken,
@@ -37,36 +38,44 @@ pub(super) fn channels() -> (ClientPort, Ends) {
     let (pong, pongs) = watch::channel(Bytes::new());
     let closing = CancellationToken::new();
     let port = ClientPort { incoming, pongs, outgoing: to_socket, _closing: closing.clone().drop_guard() };
-    (port, Ends { incoming: to_driver, pongs: pong, outgoing, closing })
+    (port, Ends { incoming: to_driver, room: Arc::new(Semaphore::new(INCOMING_KIB)), pongs: pong, outgoing, closing })
 }
 
 /// Serves a connection until it closes, from either side.
 pub(super) async fn pump(socket: WebSocket, ends: Ends, early: VecDeque<FromClient>) {
-    let Ends { incoming, pongs, mut outgoing, closing } = ends;
+    let Ends { incoming, room, pongs, mut outgoing, closing } = ends;
     let (mut sink, mut stream) = socket.split();
     let reading = async {
         for message in early {
-            if incoming.send(message).await.is_err() {
+            if incoming.send(Incoming { message, _room: None }).await.is_err() {
                 return Read::Closed;
             }
         }
-        read_all(&mut stream, &incoming, &pongs).await
+        read_all(&mut stream, &incoming, &room, &pongs).await
     };
-    let mut too_large = false;
+    let (mut too_large, mut closed) = (false, false);
     let let_go = async {
         closing.cancelled().await;
         tokio::time::sleep(LAST_WORDS).await;
     };
     tokio::pin!(reading);
     tokio::select! {
-        read = &mut reading => too_large = matches!(read, Read::TooLarge),
+        read = &mut reading => match read {
+            Read::TooLarge => too_large = true,
+            Read::Closed => closed = true,
+            Read::Broken => {}
+        },
         wrote = write_all(&mut sink, &mut outgoing) => {
             // Having closed, it waits for the answer: that says that everything was read.
             if let Wrote::Close = wrote && let Ok(Read::Closed) = timeout(CLOSE_ANSWERED, reading).await {
-                let _ = incoming.try_send(FromClient::ReadToTheEnd);
+                let _ = incoming.try_send(Incoming { message: FromClient::ReadToTheEnd, _room: None });
             }
         }
         () = let_go => debug!("the client did not take its last messages"),
+    }
+    if closed {
+        // The answer to the client's close is queued; this sends it.
+        let _ = timeout(CLOSE_ANSWERED, sink.flush()).await;
     }
     if too_large {
         // It may be too busy sending to hear this.
@@ -81,7 +90,12 @@ enum Read {
     Broken,
 }
 
-async fn read_all(stream: &mut SplitStream<WebSocket>, incoming: &mpsc::Sender<FromClient>, pongs: &watch::Sender<Bytes>) -> Read {
+async fn read_all(
+    stream: &mut SplitStream<WebSocket>,
+    incoming: &mpsc::Sender<Incoming>,
+    room: &Arc<Semaphore>,
+    pongs: &watch::Sender<Bytes>,
+) -> Read {
     loop {
         match stream.next().await {
             None => return Read::Broken,
@@ -91,9 +105,11 @@ async fn read_all(stream: &mut SplitStream<WebSocket>, incoming: &mpsc::Sender<F
             }
             Some(Ok(Message::Close(_))) => return Read::Closed,
             Some(Ok(message)) => {
-                if let Some(message) = read(&message) {
-                    // The driver has let go of this client: only its close is waited for.
-                    let _ = incoming.send(message).await;
+                if let Some(read) = read(&message) {
+                    let kib = u32::try_from(message.into_data().len() / 1024 + 1).unwrap_or(u32::MAX).min(INCOMING_KIB as u32);
+                    let room = Arc::clone(room).acquire_many_owned(kib).await.ok();
+                    // If the driver has let go of this client, only its close is waited for.
+                    let _ = incoming.send(Incoming { message: read, _room: room }).await;
                 }
             }
         }

@@ -10,6 +10,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     client::Outgoing,
+    delivery::Delivery,
     driver::{Driver, END_EXPLAINED, Outcome},
     execution::State,
 };
@@ -72,17 +73,17 @@ impl Driver {
                 self.kill_deadline = None;
                 self.try_finish();
             }
-            FromAgent::Resumed { number, from, stdin_offset, .. } => self.on_resumed(number, from, stdin_offset),
+            FromAgent::Resumed { number, from, stdin_offset, sequence, .. } => self.on_resumed(number, sequence, from, stdin_offset),
             FromAgent::StdinAck { number, offset } => {
                 let Some(execution) = self.execution.as_ref().filter(|execution| execution.number == number && execution.stdin_acks) else {
                     return;
                 };
                 let ack = StdinAck { offset, execution_id: Some((*execution.id).clone()) };
                 if let Some(client) = &mut self.client {
-                    client.outbox.event(ServerEvent::StdinAck(ack));
+                    client.outbox.stdin_ack(ack);
                 }
             }
-            FromAgent::StdinRefused { number, offset, reason } => self.on_stdin_refused(number, offset, reason),
+            FromAgent::StdinRefused { number, reason, taken, .. } => self.on_stdin_refused(number, taken, reason),
             FromAgent::MemoryKill { command, resident_bytes } => {
                 let mib = resident_bytes / (1024 * 1024);
                 info!(command, mib, "a process was killed because memory ran out");
@@ -102,22 +103,38 @@ impl Driver {
     }
 
     fn on_start_failed(&mut self, number: u64, message: &str) {
-        if !self.execution.as_ref().is_some_and(|execution| execution.number == number && matches!(execution.state, State::Asked)) {
-            return;
-        }
-        self.execution = None;
+        let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number && execution.is_live()) else { return };
+        execution.state = State::Failed(message.chars().take(1000).collect());
         self.kill_deadline = None;
-        let message: String = message.chars().take(1000).collect();
-        if let Some(client) = &mut self.client {
-            client.delivery = None;
-            client.outbox.failure(Status::ExecutionError, ErrorCode::StartFailed, format!("The program could not be started: {message}"));
+        if self.client.as_ref().is_some_and(|client| client.delivery.is_some()) {
+            self.tell_failure();
         }
     }
 
-    fn on_resumed(&mut self, number: u64, from: PerStream<u64>, stdin_offset: u64) {
+    /// Tells that the execution could not be started. The agent does not know of it any longer, so it is not asked.
+    pub(super) fn tell_failure(&mut self) {
+        let (Some(execution), Some(client)) = (&self.execution, &mut self.client) else { return };
+        let State::Failed(why) = &execution.state else { return };
+        client.wanted = None;
+        if std::mem::take(&mut client.announce_resume) {
+            client.outbox.event(ServerEvent::Resumed(Resumed {
+                execution_id: Some((*execution.id).clone()),
+                running: Some(false),
+                stdout_offset: Some(0),
+                stderr_offset: Some(0),
+                stdin_offset: Some(0),
+            }));
+        }
+        let mut delivery = Delivery::from_the_start(execution.number, execution.id.clone(), execution.note.encoding);
+        delivery.end_due = false;
+        client.delivery = Some(delivery);
+        client.outbox.push(Outgoing::End(execution.failure(why)));
+    }
+
+    fn on_resumed(&mut self, number: u64, sequence: u64, from: PerStream<u64>, stdin_offset: u64) {
         let (Some(execution), Some(client)) = (&mut self.execution, &mut self.client) else { return };
         let Some(delivery) = client.delivery.as_mut().filter(|delivery| delivery.number == number) else { return };
-        if !delivery.answered(from) {
+        if !delivery.answered(sequence, from) {
             return;
         }
         let wanted = client.wanted.take();
@@ -145,9 +162,9 @@ impl Driver {
         self.try_finish();
     }
 
-    fn on_stdin_refused(&mut self, number: u64, offset: u64, reason: StdinRefusal) {
+    fn on_stdin_refused(&mut self, number: u64, taken: u64, reason: StdinRefusal) {
         let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
-        execution.stdin_next = execution.stdin_next.min(offset);
+        execution.stdin_next = taken;
         let (code, message) = match reason {
             // Without offsets there is no gap of the client's making: this came behind what did not fit.
             StdinRefusal::Gap if !execution.stdin_acks => (ErrorCode::StdinFull, STDIN_FULL),
@@ -157,7 +174,8 @@ impl Driver {
                 (ErrorCode::StdinGap, "Input before this piece is missing. Send it again from the last acknowledged offset.")
             }
         };
-        if let Some(client) = &mut self.client {
+        // A client that has not read the last such errors has nothing of another one.
+        if let Some(client) = self.client.as_mut().filter(|client| !client.outbox.is_full()) {
             client.outbox.failure(Status::StdinError, code, message);
         }
     }

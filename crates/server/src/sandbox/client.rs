@@ -3,23 +3,27 @@
 //! Nothing here waits. Output on its way is bounded by the credit that the agent was given, and everything else by
 //! [`MAX_WAITING_EVENTS`]: beyond that the driver takes no more requests until the client reads.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, ops::Deref, sync::Arc};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use sandboxer_protocol::{
     ExecutionId,
     agent::Stream,
-    client::{BadRequest, CloseCode, Encoding, ErrorCode, ErrorEvent, Request, ServerEvent, Status},
+    client::{BadRequest, CloseCode, Encoding, ErrorCode, ErrorEvent, Request, ServerEvent, Status, StdinAck},
 };
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio_util::sync::DropGuard;
 
 /// Messages other than output that may wait for a client that does not read.
 pub(crate) const MAX_WAITING_EVENTS: usize = 64;
 /// What may wait between the driver and the socket.
 pub(crate) const OUTGOING_MESSAGES: usize = 8;
-/// Requests that may wait for the driver.
-pub(crate) const INCOMING_REQUESTS: usize = 8;
+/// Requests that may wait for the driver, and their bytes in KiB.
+pub(crate) const INCOMING_REQUESTS: usize = 256;
+pub(crate) const INCOMING_KIB: usize = 16 * 1024;
+/// Pieces of output smaller than this are gathered while they wait, up to the second.
+const SMALL_BYTES: usize = 16 * 1024;
+const MERGED_BYTES: usize = 64 * 1024;
 
 /// What a connection hands to the driver.
 #[derive(Debug)]
@@ -28,6 +32,13 @@ pub(crate) enum FromClient {
     Bad(BadRequest),
     /// The server closed the connection and the client answered: it has read everything that was sent before.
     ReadToTheEnd,
+}
+
+/// The same with the room that it takes, until it has been dealt with.
+#[derive(Debug)]
+pub(crate) struct Incoming {
+    pub(crate) message: FromClient,
+    pub(crate) _room: Option<OwnedSemaphorePermit>,
 }
 
 /// What the driver hands to a connection.
@@ -47,14 +58,53 @@ pub(crate) struct Piece {
     pub(crate) execution: Arc<ExecutionId>,
     pub(crate) stream: Stream,
     pub(crate) encoding: Encoding,
-    pub(crate) data: Bytes,
+    pub(crate) data: Data,
     pub(crate) offset: u64,
     pub(crate) end: u64,
 }
 
+/// Bytes that are shared with others, or one's own to add to.
+#[derive(Debug, Clone)]
+pub(crate) enum Data {
+    Shared(Bytes),
+    Own(BytesMut),
+}
+
+impl Deref for Data {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Data::Shared(bytes) => bytes,
+            Data::Own(bytes) => bytes,
+        }
+    }
+}
+
+impl Piece {
+    fn continues_into(&self, next: &Piece) -> bool {
+        matches!(self.data, Data::Own(_))
+            && self.data.len() + next.data.len() <= MERGED_BYTES
+            && (self.stream, self.encoding, self.end) == (next.stream, next.encoding, next.offset)
+            && Arc::ptr_eq(&self.execution, &next.execution)
+    }
+
+    fn append(&mut self, next: &Piece) {
+        if let Data::Own(bytes) = &mut self.data {
+            bytes.extend_from_slice(&next.data);
+            self.end = next.end;
+        }
+    }
+
+    fn on_its_own(mut self) -> Self {
+        self.data = Data::Own(BytesMut::from(&self.data[..]));
+        self
+    }
+}
+
 /// One connection's ends of its channels.
 pub(crate) struct ClientPort {
-    pub(crate) incoming: mpsc::Receiver<FromClient>,
+    pub(crate) incoming: mpsc::Receiver<Incoming>,
     /// The newest pong. Only the newest matters, so a flood of them takes no room.
     pub(crate) pongs: watch::Receiver<Bytes>,
     pub(crate) outgoing: mpsc::Sender<Outgoing>,
@@ -71,12 +121,31 @@ pub(crate) struct Outbox {
 
 impl Outbox {
     pub(crate) fn push(&mut self, message: Outgoing) {
+        let message = match message {
+            // A small piece is a slice of a large buffer: kept as it is, it would keep all of that.
+            Outgoing::Output(piece) if piece.data.len() < SMALL_BYTES => match self.queue.back_mut() {
+                Some(Outgoing::Output(last)) if last.continues_into(&piece) => {
+                    last.append(&piece);
+                    return;
+                }
+                _ => Outgoing::Output(piece.on_its_own()),
+            },
+            message => message,
+        };
         self.events += usize::from(!matches!(message, Outgoing::Output(_)));
         self.queue.push_back(message);
     }
 
     pub(crate) fn event(&mut self, event: impl Into<ServerEvent>) {
         self.push(Outgoing::Event(event.into()));
+    }
+
+    /// Only the newest counts, so one that still waits is replaced.
+    pub(crate) fn stdin_ack(&mut self, ack: StdinAck) {
+        match self.queue.back_mut() {
+            Some(Outgoing::Event(ServerEvent::StdinAck(last))) => *last = ack,
+            _ => self.event(ServerEvent::StdinAck(ack)),
+        }
     }
 
     pub(crate) fn error(&mut self, code: ErrorCode, message: impl Into<String>) {

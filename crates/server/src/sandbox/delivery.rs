@@ -13,7 +13,7 @@ use sandboxer_protocol::{
     limits::OUTPUT_CREDIT_BYTES,
 };
 
-use super::client::Piece;
+use super::client::{Data, Piece};
 
 const STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
@@ -32,8 +32,9 @@ pub(crate) struct Delivery {
     pub(crate) number: ExecutionNumber,
     execution: Arc<ExecutionId>,
     encoding: Encoding,
-    /// Questions to the agent from where it goes on that it has not answered.
-    unanswered: usize,
+    /// The last question to the agent from where it goes on, until it has answered that one. Output before the answer belongs to an
+    /// earlier question, maybe of an earlier client.
+    unanswered: Option<u64>,
     streams: PerStream<Way>,
     /// Whether the end of the execution is still to be told on this delivery.
     pub(crate) end_due: bool,
@@ -59,35 +60,29 @@ impl Delivery {
     /// Of an execution that starts now.
     pub(crate) fn from_the_start(number: ExecutionNumber, execution: Arc<ExecutionId>, encoding: Encoding) -> Self {
         let mut delivery =
-            Self { number, execution, encoding, unanswered: 0, streams: PerStream::default(), end_due: true, end_handed: false };
+            Self { number, execution, encoding, unanswered: None, streams: PerStream::default(), end_due: true, end_handed: false };
         delivery.set_out(PerStream::default());
         delivery
     }
 
-    /// Of an execution that goes on from where the agent will say.
-    pub(crate) fn resuming(number: ExecutionNumber, execution: Arc<ExecutionId>, encoding: Encoding, end_due: bool) -> Self {
-        Self { number, execution, encoding, unanswered: 1, streams: PerStream::default(), end_due, end_handed: false }
-    }
-
-    /// Another question went to the agent before the last was answered.
-    pub(crate) fn ask_again(&mut self, end_due: bool) {
-        self.unanswered += 1;
-        self.end_due = end_due;
-        self.end_handed = false;
+    /// Of an execution that goes on from where the agent will say in answer to question `sequence`.
+    pub(crate) fn resuming(number: ExecutionNumber, execution: Arc<ExecutionId>, encoding: Encoding, end_due: bool, sequence: u64) -> Self {
+        let streams = PerStream::default();
+        Self { number, execution, encoding, unanswered: Some(sequence), streams, end_due, end_handed: false }
     }
 
     /// The agent answered a question. True: it was the last one, and output now comes from `from`.
-    pub(crate) fn answered(&mut self, from: PerStream<u64>) -> bool {
-        let Some(left) = self.unanswered.checked_sub(1) else { return false };
-        self.unanswered = left;
-        if left == 0 {
-            self.set_out(from);
+    pub(crate) fn answered(&mut self, sequence: u64, from: PerStream<u64>) -> bool {
+        if self.unanswered != Some(sequence) {
+            return false;
         }
-        left == 0
+        self.unanswered = None;
+        self.set_out(from);
+        true
     }
 
     pub(crate) fn is_answered(&self) -> bool {
-        self.unanswered == 0
+        self.unanswered.is_none()
     }
 
     fn set_out(&mut self, from: PerStream<u64>) {
@@ -114,7 +109,7 @@ impl Delivery {
 
     /// Takes output of the agent and returns what goes to the client now.
     pub(crate) fn output(&mut self, stream: Stream, offset: u64, data: Bytes) -> Result<Option<Piece>, Violation> {
-        if self.unanswered > 0 {
+        if self.unanswered.is_some() {
             return Ok(None);
         }
         let way = self.streams.get_mut(stream);
@@ -133,7 +128,7 @@ impl Delivery {
 
     /// The execution ended with its output at `end`. Once all of it is on its way, what was held back of it; before that nothing.
     pub(crate) fn finish(&mut self, end: PerStream<u64>) -> Option<Vec<Piece>> {
-        let complete = self.unanswered == 0 && STREAMS.iter().all(|stream| self.streams.get(*stream).next >= *end.get(*stream));
+        let complete = self.unanswered.is_none() && STREAMS.iter().all(|stream| self.streams.get(*stream).next >= *end.get(*stream));
         if !complete {
             return None;
         }
@@ -152,7 +147,14 @@ impl Delivery {
         let way = self.streams.get_mut(stream);
         let offset = way.sent;
         way.sent += data.len() as u64;
-        Some(Piece { execution: Arc::clone(&self.execution), stream, encoding: self.encoding, data, offset, end: way.sent })
+        Some(Piece {
+            execution: Arc::clone(&self.execution),
+            stream,
+            encoding: self.encoding,
+            data: Data::Shared(data),
+            offset,
+            end: way.sent,
+        })
     }
 
     /// A piece left for the connection. Returns whether the agent should be told that it may send more.
@@ -179,12 +181,11 @@ mod tests {
 
     #[test]
     fn output_before_the_agent_answered_is_not_passed_on() {
-        let mut delivery = Delivery::resuming(1, Arc::new("e".parse().unwrap()), Encoding::Text, true);
+        let mut delivery = Delivery::resuming(1, Arc::new("e".parse().unwrap()), Encoding::Text, true, 7);
         assert!(delivery.output(Stream::Stdout, 7, Bytes::from_static(b"stale")).unwrap().is_none());
-        delivery.ask_again(true);
-        assert!(!delivery.answered(PerStream { stdout: 3, stderr: 0 }));
+        assert!(!delivery.answered(6, PerStream { stdout: 3, stderr: 0 }), "the answer to an earlier client's question");
         assert!(delivery.output(Stream::Stdout, 3, Bytes::from_static(b"stale too")).unwrap().is_none());
-        assert!(delivery.answered(PerStream { stdout: 5, stderr: 0 }));
+        assert!(delivery.answered(7, PerStream { stdout: 5, stderr: 0 }));
         let piece = delivery.output(Stream::Stdout, 5, Bytes::from_static(b"new")).unwrap().unwrap();
         assert_eq!((piece.offset, piece.end), (5, 8));
     }

@@ -8,7 +8,7 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 use bytes::Bytes;
 use sandboxer_protocol::{
     SandboxId,
-    agent::{FromAgentFrame, PerStream, ToAgent},
+    agent::{ExitCause, FromAgentFrame, PerStream, ToAgent},
     client::{CloseCode, ErrorCode, Request, ServerEvent},
     limits::MAX_FRAME_TO_AGENT_BYTES,
 };
@@ -24,7 +24,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     admission::Moment,
-    client::{ClientPort, FromClient, Outbox, Outgoing},
+    client::{ClientPort, FromClient, Incoming, Outbox, Outgoing},
     delivery::Delivery,
     execution::Execution,
     farewell,
@@ -44,6 +44,10 @@ const FAREWELL: Duration = Duration::from_secs(2);
 pub(crate) const END_EXPLAINED: Duration = Duration::from_secs(5);
 /// How long the agent may take to report the end of what it was told to kill.
 pub(super) const KILL_ANSWERED: Duration = Duration::from_secs(15);
+/// After how long a silent client is asked for a sign of life, and after how long it is given up. The second is long, since a client that
+/// does not read is not dead: its program waits for it.
+const SILENT_FOR: Duration = Duration::from_secs(60);
+const SILENT_AT_MOST: Duration = Duration::from_secs(300);
 /// Others that may knock while the attached client is asked for a sign of life.
 const MAX_KNOCKING: usize = 8;
 /// Beyond this no request is taken that could add to what waits for the agent.
@@ -53,8 +57,13 @@ const PING_EVERY_BYTES: u64 = 512 * 1024;
 
 /// What the server may tell a driver.
 pub(crate) enum Command {
-    Attach { port: ClientPort, greeting: Vec<ServerEvent>, reply: oneshot::Sender<Attachment> },
-    Stop(Stop),
+    Attach {
+        port: ClientPort,
+        greeting: Vec<ServerEvent>,
+        reply: oneshot::Sender<Attachment>,
+    },
+    /// Nobody has heard of this sandbox: end it.
+    Abandon,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +91,14 @@ pub(crate) enum Outcome {
     LeftRunning,
 }
 
+/// How a driver ended.
+#[derive(Debug)]
+pub(crate) struct Ending {
+    pub(crate) outcome: Outcome,
+    /// Nothing is left of the sandbox, so its directory may go too.
+    pub(crate) removed: bool,
+}
+
 /// A client that is attached.
 pub(super) struct Client {
     pub(super) port: ClientPort,
@@ -98,6 +115,8 @@ pub(super) struct Client {
     sign_of_life_wanted: bool,
     /// It was told to go: nothing more is taken from it.
     pub(super) leaving: bool,
+    /// When it last gave a sign of life.
+    pub(super) heard_at: Instant,
     /// Its connection takes nothing any longer; what it sent before may still be here.
     deaf: bool,
 }
@@ -139,6 +158,8 @@ pub(crate) struct Driver {
     pub(super) waiting: Option<Request>,
     pub(super) kill_deadline: Option<Instant>,
     pub(super) next_number: u64,
+    /// Questions to the agent from where output goes on, so far.
+    pub(super) resumes: u64,
     knocking: Vec<Knocking>,
     knock_deadline: Option<Instant>,
     idle_since: Option<Instant>,
@@ -147,6 +168,7 @@ pub(crate) struct Driver {
     /// The agent closed its end, and the runtime has until then to say why.
     pub(super) link_closed: Option<Instant>,
     on_end: OnEnd,
+    stop: watch::Receiver<Option<Stop>>,
 }
 
 /// What a driver starts from.
@@ -165,6 +187,9 @@ pub(crate) struct Start {
     pub(crate) max_lifetime: Option<Duration>,
     /// Called when the sandbox is gone, before its client hears of it.
     pub(crate) on_end: OnEnd,
+    pub(crate) stop: watch::Receiver<Option<Stop>>,
+    /// The number of the next execution.
+    pub(crate) next_number: u64,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -173,6 +198,7 @@ enum Event {
     Frame(Result<FromAgentFrame, LinkError>),
     Flushed(std::io::Result<()>),
     Command(Option<Command>),
+    Stop(Stop),
     Request(Option<FromClient>),
     Pong(Bytes),
     Handed,
@@ -183,7 +209,23 @@ enum Event {
 
 impl Driver {
     pub(crate) fn new(start: Start) -> Self {
-        let Start { id, dir, runtime, record, metrics, commands, reader, writer, ended, execution, age, max_lifetime, on_end } = start;
+        let Start {
+            id,
+            dir,
+            runtime,
+            record,
+            metrics,
+            commands,
+            reader,
+            writer,
+            ended,
+            execution,
+            age,
+            max_lifetime,
+            on_end,
+            stop,
+            next_number,
+        } = start;
         let now = Instant::now();
         Self {
             id,
@@ -199,7 +241,8 @@ impl Driver {
             client: None,
             waiting: None,
             kill_deadline: None,
-            next_number: 1,
+            next_number,
+            resumes: 0,
             knocking: Vec::new(),
             knock_deadline: None,
             idle_since: None,
@@ -207,11 +250,12 @@ impl Driver {
             max_lifetime,
             link_closed: None,
             on_end,
+            stop,
         }
     }
 
     /// Runs until the sandbox is gone or left. When this returns, its processes are too, unless they were left running.
-    pub(crate) async fn run(mut self) -> Outcome {
+    pub(crate) async fn run(mut self) -> Ending {
         loop {
             self.note_idleness();
             let event = self.next_event().await;
@@ -228,8 +272,9 @@ impl Driver {
                     self.on_attach(Knocking { port, greeting, reply });
                     None
                 }
-                Event::Command(Some(Command::Stop(Stop::Drain)) | None) => Some(Outcome::Drained),
-                Event::Command(Some(Command::Stop(Stop::Restart))) => Some(Outcome::LeftRunning),
+                Event::Command(Some(Command::Abandon)) | Event::Stop(Stop::Drain) => Some(Outcome::Drained),
+                // Nobody can reach it any longer, which happens only when the server ends without a word.
+                Event::Command(None) | Event::Stop(Stop::Restart) => Some(Outcome::LeftRunning),
                 Event::Request(Some(from_client)) => self.on_client(from_client),
                 Event::Request(None) => {
                     self.on_client_gone();
@@ -273,9 +318,10 @@ impl Driver {
             }
         }
         let permit = tokio::select! {
-            frame = self.reader.recv(), if link_open && !crowded => return Event::Frame(frame),
+            frame = self.reader.recv(), if link_open => return Event::Frame(frame),
             result = self.writer.flush_some(), if link_open && self.writer.backlog() > 0 => return Event::Flushed(result),
             command = self.commands.recv() => return Event::Command(command),
+            stop = stopped(&mut self.stop) => return Event::Stop(stop),
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
             permit = reserve(outgoing) => permit,
@@ -295,7 +341,9 @@ impl Driver {
             Grace::Over => None,
             Grace::UntilPong(at) | Grace::Until(at) => Some(at),
         });
-        [idle, lifetime, execution, grace, self.knock_deadline, self.kill_deadline, self.link_closed].into_iter().flatten().min()
+        let silence =
+            self.client.as_ref().map(|client| client.heard_at + if client.sign_of_life_wanted { SILENT_AT_MOST } else { SILENT_FOR });
+        [idle, lifetime, execution, grace, silence, self.knock_deadline, self.kill_deadline, self.link_closed].into_iter().flatten().min()
     }
 
     fn on_deadline(&mut self) -> Option<Outcome> {
@@ -321,13 +369,20 @@ impl Driver {
             info!("the attached client gave no sign of life; the next one takes its place");
             self.on_client_gone();
         }
+        if let Some(client) = &mut self.client {
+            if due(Some(client.heard_at + SILENT_AT_MOST)) {
+                info!("the client has been silent for too long");
+                self.on_client_gone();
+            } else if due(Some(client.heard_at + SILENT_FOR)) {
+                client.sign_of_life_wanted = true;
+            }
+        }
         if let Some(execution) = self.execution.as_mut()
             && execution.is_live()
             && due(execution.deadline)
         {
             execution.deadline = None;
-            execution.timed_out = true;
-            self.kill_execution();
+            self.kill_execution(ExitCause::TimedOut);
         }
         if let Some(Client { grace: Grace::UntilPong(at) | Grace::Until(at), .. }) = &self.client
             && due(Some(*at))
@@ -337,13 +392,25 @@ impl Driver {
         None
     }
 
-    /// With a client attached or a program running a sandbox is never idle.
+    /// With a client attached or a program running a sandbox is never idle. Since when it is, is written down: a server that is restarted
+    /// does not begin to count anew.
     fn note_idleness(&mut self) {
         let busy = self.client.is_some() || self.execution.as_ref().is_some_and(Execution::is_live);
         match (busy, self.idle_since) {
-            (true, _) => self.idle_since = None,
-            (false, None) => self.idle_since = Some(Instant::now()),
-            (false, Some(_)) => {}
+            (true, None) | (false, Some(_)) => return,
+            (true, Some(_)) => {
+                self.idle_since = None;
+                self.record.idle_since = None;
+            }
+            (false, None) => {
+                let now = jiff::Timestamp::now();
+                let since = self.record.idle_since.get_or_insert(now);
+                let gone_by = Duration::try_from(now.duration_since(*since)).unwrap_or_default();
+                self.idle_since = Instant::now().checked_sub(gone_by).or_else(|| Some(Instant::now()));
+            }
+        }
+        if let Err(error) = self.record.write(&self.dir) {
+            warn!(%error, "the record of the sandbox could not be written");
         }
     }
 
@@ -360,7 +427,7 @@ impl Driver {
 
     fn on_attach(&mut self, newcomer: Knocking) {
         match &mut self.client {
-            Some(client) if !client.leaving && !client.port.outgoing.is_closed() => {
+            Some(client) if !client.port.outgoing.is_closed() => {
                 if self.knocking.len() >= MAX_KNOCKING {
                     // Nobody waits for an answer any longer if this fails.
                     let _ = newcomer.reply.send(Attachment::InUse);
@@ -403,6 +470,7 @@ impl Driver {
             last_ping: Pinged::default(),
             sign_of_life_wanted: false,
             leaving: false,
+            heard_at: Instant::now(),
             deaf: false,
         });
         debug!("a client is attached");
@@ -445,7 +513,11 @@ impl Driver {
     }
 
     fn on_pong(&mut self, payload: &[u8]) {
-        self.turn_away();
+        let Some(client) = &mut self.client else { return };
+        client.heard_at = Instant::now();
+        if !client.leaving {
+            self.turn_away();
+        }
         let Some(client) = &mut self.client else { return };
         if let Grace::UntilPong(_) = client.grace {
             client.grace = Grace::Until(Instant::now() + GRACE);
@@ -458,10 +530,11 @@ impl Driver {
     /// A client has this much of an execution for sure.
     pub(super) fn acknowledge(&mut self, number: u64, upto: PerStream<u64>, end: bool) {
         let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
+        let news = end && !execution.end_acknowledged;
         execution.end_acknowledged |= end;
-        if execution.acknowledge(upto) {
-            let upto = execution.acknowledged;
-            self.writer.queue(&ToAgent::Ack { number, upto });
+        if execution.acknowledge(upto) || news {
+            let (upto, end) = (execution.acknowledged, execution.end_acknowledged);
+            self.writer.queue(&ToAgent::Ack { number, upto, end });
         }
     }
 
@@ -479,7 +552,7 @@ impl Driver {
             _ => last,
         };
         let fresh = |now: u64, last: u64| if last > now { now } else { now - last };
-        let bytes = fresh(now.upto.stdout, last.upto.stdout) + fresh(now.upto.stderr, last.upto.stderr);
+        let bytes = fresh(now.upto.stdout, last.upto.stdout).saturating_add(fresh(now.upto.stderr, last.upto.stderr));
         let due = now != last && (client.outbox.is_empty() || bytes >= PING_EVERY_BYTES);
         (due || client.sign_of_life_wanted).then_some(now)
     }
@@ -510,7 +583,7 @@ impl Driver {
     }
 
     /// Says the last words to the client and ends the sandbox, or leaves it.
-    async fn finish(mut self, outcome: Outcome) -> Outcome {
+    async fn finish(mut self, outcome: Outcome) -> Ending {
         info!(?outcome, "ending");
         for knocking in self.knocking.drain(..) {
             let _ = knocking.reply.send(Attachment::InUse);
@@ -518,16 +591,16 @@ impl Driver {
         let mut client = self.client.take();
         if let Outcome::LeftRunning = outcome {
             self.leave(client, farewell::after(&outcome)).await;
-            return outcome;
+            return Ending { outcome, removed: false };
         }
         let told = tell(client.as_mut(), farewell::before(&outcome));
         let ((), removed) = tokio::join!(told, self.runtime.remove(self.id, &self.dir));
-        if let Err(error) = removed {
+        if let Err(error) = &removed {
             warn!(%error, "the sandbox could not be removed whole; the next start of the server tries again");
         }
         (self.on_end)(&outcome);
         tell(client.as_mut(), farewell::after(&outcome)).await;
-        outcome
+        Ending { outcome, removed: removed.is_ok() }
     }
 
     /// The sandbox goes on without us. What the client read to its end need not be repeated by the next server.
@@ -547,12 +620,12 @@ impl Driver {
                     _ => {}
                 }
                 if !matches!(tokio::time::timeout_at(until, client.port.outgoing.send(message)).await, Ok(Ok(()))) {
-                    return;
+                    break;
                 }
             }
             let read = tokio::time::timeout_at(until, async {
-                while let Some(message) = client.port.incoming.recv().await {
-                    if matches!(message, FromClient::ReadToTheEnd) {
+                while let Some(incoming) = client.port.incoming.recv().await {
+                    if matches!(incoming.message, FromClient::ReadToTheEnd) {
                         return true;
                     }
                 }
@@ -606,9 +679,18 @@ async fn tell(client: Option<&mut Client>, last: Vec<Outgoing>) {
     }
 }
 
-async fn receive(from: Option<&mut mpsc::Receiver<FromClient>>) -> Option<FromClient> {
+/// What the server wants of all its sandboxes.
+async fn stopped(stop: &mut watch::Receiver<Option<Stop>>) -> Stop {
+    match stop.wait_for(Option::is_some).await.map(|stop| *stop) {
+        Ok(Some(stop)) => stop,
+        // The server is gone; the closed commands tell of it.
+        _ => std::future::pending().await,
+    }
+}
+
+async fn receive(from: Option<&mut mpsc::Receiver<Incoming>>) -> Option<FromClient> {
     match from {
-        Some(from) => from.recv().await,
+        Some(from) => from.recv().await.map(|incoming| incoming.message),
         None => std::future::pending().await,
     }
 }

@@ -29,6 +29,8 @@ pub(crate) enum State {
     Asked,
     Running,
     Ended(Exit),
+    /// It could not be started; why.
+    Failed(String),
 }
 
 #[derive(Debug)]
@@ -48,8 +50,7 @@ pub(crate) struct Execution {
     /// The client numbers its input, and wants to hear how far it was taken.
     pub(crate) stdin_acks: bool,
     pub(crate) deadline: Option<Instant>,
-    pub(crate) timed_out: bool,
-    /// A client asked for its death and waits to hear of it.
+    /// A client asked for its death when it had ended already, and waits to hear of it all the same.
     pub(crate) force_killed: bool,
     pub(crate) asked_at: Instant,
 }
@@ -68,7 +69,6 @@ impl Execution {
             stdin_next: 0,
             stdin_acks: false,
             deadline: timeout.map(|timeout| now + timeout),
-            timed_out: false,
             force_killed: false,
             asked_at: now,
         }
@@ -86,12 +86,13 @@ impl Execution {
         execution.acknowledged = state.held_from;
         execution.shown = state.end;
         execution.stdin_next = state.stdin_offset;
+        execution.end_acknowledged = state.end_acknowledged;
         execution.state = state.exit.map_or(State::Running, State::Ended);
         execution
     }
 
     pub(crate) fn is_live(&self) -> bool {
-        !matches!(self.state, State::Ended(_))
+        matches!(self.state, State::Asked | State::Running)
     }
 
     pub(crate) fn exit(&self) -> Option<&Exit> {
@@ -105,7 +106,8 @@ impl Execution {
     pub(crate) fn has_news(&self) -> bool {
         match &self.state {
             State::Ended(exit) => !self.end_acknowledged || self.acknowledged != exit.end,
-            _ => true,
+            State::Failed(_) => !self.end_acknowledged,
+            State::Asked | State::Running => true,
         }
     }
 
@@ -120,7 +122,8 @@ impl Execution {
     /// The messages that tell its end.
     pub(crate) fn finale(&self, exit: &Exit) -> Vec<ServerEvent> {
         let mut events = Vec::new();
-        if self.timed_out {
+        let timed_out = exit.cause == Some(ExitCause::TimedOut);
+        if timed_out {
             let limit = self.note.timeout_ms.unwrap_or_default();
             let message = format!(
                 "The program was killed because it ran longer than its timeout of {} s.",
@@ -128,7 +131,7 @@ impl Execution {
             );
             events.push(ServerEvent::StatusUpdate(self.update(Status::ExecutionError).message(message.clone())));
             events.push(ServerEvent::Error(ErrorEvent::new(ErrorCode::TimedOut, message)));
-        } else if self.force_killed {
+        } else if self.force_killed || exit.cause == Some(ExitCause::ForceKilled) {
             events.push(ServerEvent::StatusUpdate(self.update(Status::ExecutionForceKilled)));
         }
         let mut done = self.update(Status::ExecutionDone);
@@ -138,17 +141,25 @@ impl Execution {
         }
         done.exit_code = exit.code;
         done.signal = exit.signal.map(signal_name);
-        done.timed_out = self.timed_out.then_some(true);
-        done.message = exit.cause.map(|cause| match cause {
+        done.timed_out = timed_out.then_some(true);
+        done.message = exit.cause.and_then(|cause| match cause {
+            ExitCause::TimedOut | ExitCause::ForceKilled => None,
             ExitCause::OutOfMemory => {
-                "The program was killed because the sandbox came near its memory limit and it was the largest process.".to_owned()
+                Some("The program was killed because the sandbox came near its memory limit and it was the largest process.".to_owned())
             }
             ExitCause::NamespaceEnded => {
-                "Every process of the sandbox was killed from inside, and this program with them. Its files are kept.".to_owned()
+                Some("Every process of the sandbox was killed from inside, and this program with them. Its files are kept.".to_owned())
             }
         });
         events.push(ServerEvent::StatusUpdate(done));
         events
+    }
+
+    /// The messages that tell that it could not be started.
+    pub(crate) fn failure(&self, why: &str) -> Vec<ServerEvent> {
+        let message = format!("The program could not be started: {why}");
+        let update = self.update(Status::ExecutionError).message(message.clone());
+        vec![ServerEvent::StatusUpdate(update), ServerEvent::Error(ErrorEvent::new(ErrorCode::StartFailed, message))]
     }
 
     pub(crate) fn update(&self, status: Status) -> StatusUpdate {

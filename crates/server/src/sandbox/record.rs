@@ -35,6 +35,9 @@ pub(crate) struct Record {
     /// Which API key made it, by its name.
     #[serde(default)]
     pub(crate) owner: Option<String>,
+    /// Since when nobody is attached and nothing runs.
+    #[serde(default)]
+    pub(crate) idle_since: Option<jiff::Timestamp>,
     pub(crate) config: SandboxConfig,
 }
 
@@ -106,6 +109,7 @@ mod tests {
             marker: Marker::new([7; 32]),
             image: "/image.erofs".into(),
             owner: None,
+            idle_since: None,
             config: SandboxConfig { idle_timeout: Some(Duration::from_secs(5)), ..SandboxConfig::default() },
         };
         record.write(dir.path()).unwrap();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use sandboxer_protocol::{
     ExecutionId,
-    agent::{ExecSpec, Language, PerStream, TerminalSize, ToAgent},
+    agent::{ExecSpec, ExitCause, Language, PerStream, TerminalSize, ToAgent},
     client::{About, BadRequest, CloseCode, ErrorCode, ExecuteRequest, OffsetsRequest, Request, Resumed, ServerEvent, Status},
     limits::OUTPUT_CREDIT_BYTES,
 };
@@ -17,7 +17,7 @@ use super::{
     client::FromClient,
     delivery::Delivery,
     driver::{Driver, Grace, KILL_ANSWERED, Outcome},
-    execution::{Execution, Note},
+    execution::{Execution, Note, State},
 };
 
 /// What every program finds in its environment, unless the client says otherwise.
@@ -33,7 +33,13 @@ const HOME: &str = "/root";
 
 impl Driver {
     pub(super) fn on_client(&mut self, from_client: FromClient) -> Option<Outcome> {
-        if self.client.as_ref().is_none_or(|client| client.leaving) {
+        let client = self.client.as_mut()?;
+        client.heard_at = tokio::time::Instant::now();
+        if client.leaving {
+            if let (FromClient::ReadToTheEnd, Some(delivery)) = (&from_client, &client.delivery) {
+                let (number, handed, end) = (delivery.number, delivery.handed(), delivery.end_handed);
+                self.acknowledge(number, handed, end);
+            }
             return None;
         }
         self.turn_away();
@@ -186,8 +192,8 @@ impl Driver {
                 return;
             }
         };
-        let number = self.execution.as_ref().map_or(1, |execution| execution.number + 1).max(self.next_number);
-        self.next_number = number + 1;
+        let number = self.next_number;
+        self.next_number = number.saturating_add(1);
         let timeout = request.timeout.and_then(|timeout| timeout.nonzero());
         let note = Note {
             encoding: request.encoding.unwrap_or_default(),
@@ -229,14 +235,16 @@ impl Driver {
         // One frame a message, so that it is taken whole or not at all: a client that sends no offsets could not go on from its middle.
         // An empty piece with an offset asks how far input was taken.
         self.writer.queue_stdin(execution.number, at, &data);
-        execution.stdin_next = execution.stdin_next.max(at.saturating_add(data.len() as u64));
+        // What lies behind a gap will be refused, and does not count.
+        if at <= execution.stdin_next {
+            execution.stdin_next = execution.stdin_next.max(at.saturating_add(data.len() as u64));
+        }
     }
 
     fn kill_process(&mut self) {
         match &mut self.execution {
             Some(execution) if execution.is_live() => {
-                execution.force_killed = true;
-                self.kill_execution();
+                self.kill_execution(ExitCause::ForceKilled);
             }
             Some(execution)
                 if self.client.as_ref().and_then(|client| client.delivery.as_ref()).is_some_and(|delivery| delivery.end_due) =>
@@ -247,9 +255,9 @@ impl Driver {
         }
     }
 
-    pub(super) fn kill_execution(&mut self) {
+    pub(super) fn kill_execution(&mut self, cause: ExitCause) {
         if let Some(execution) = &self.execution {
-            self.writer.queue(&ToAgent::Kill { number: execution.number });
+            self.writer.queue(&ToAgent::Kill { number: execution.number, cause: Some(cause) });
             self.kill_deadline.get_or_insert_with(|| Instant::now() + KILL_ANSWERED);
         }
     }
@@ -303,8 +311,11 @@ impl Driver {
     fn repeat_request(&mut self) {
         let Some(execution) = &self.execution else { return };
         let update = execution.update(Status::ExecutionRunning);
+        let told_when_it_starts = matches!(execution.state, State::Asked | State::Failed(_));
         let Some(client) = &mut self.client else { return };
-        client.outbox.event(ServerEvent::StatusUpdate(update));
+        if !told_when_it_starts {
+            client.outbox.event(ServerEvent::StatusUpdate(update));
+        }
         match &client.delivery {
             // It is being delivered on this very connection.
             Some(delivery) if delivery.number == execution.number && delivery.end_due => client.grace = Grace::Over,
@@ -338,11 +349,16 @@ impl Driver {
         }
         client.wanted = Some(from);
         client.outbox.take_back_output();
-        match &mut client.delivery {
-            Some(delivery) if delivery.number == execution.number => delivery.ask_again(end_due),
-            delivery => *delivery = Some(Delivery::resuming(execution.number, execution.id.clone(), execution.note.encoding, end_due)),
+        if matches!(execution.state, State::Failed(_)) {
+            if end_due || client.announce_resume {
+                self.tell_failure();
+            }
+            return;
         }
-        self.writer.queue(&ToAgent::Resume { number: execution.number, from, credit: OUTPUT_CREDIT_BYTES });
+        self.resumes += 1;
+        let (number, sequence) = (execution.number, self.resumes);
+        client.delivery = Some(Delivery::resuming(number, execution.id.clone(), execution.note.encoding, end_due, sequence));
+        self.writer.queue(&ToAgent::Resume { number, from, credit: OUTPUT_CREDIT_BYTES, sequence });
     }
 }
 
