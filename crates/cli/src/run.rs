@@ -125,7 +125,9 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
     let (language, code) = match program(args) {
         Ok(Some(program)) => program,
         Ok(None) => {
-            eprintln!("sandboxer: which language is this? Say --language python or --language bash, or name a file that ends in .py or .sh.");
+            eprintln!(
+                "sandboxer: which language is this? Say --language python or --language bash, or name a file that ends in .py or .sh."
+            );
             return Ok(ExitCode::from(EXIT_USAGE));
         }
         Err(error) => return Ok(failed(&error)),
@@ -173,7 +175,9 @@ async fn execute(args: &RunArgs, language: String, code: String) -> anyhow::Resu
 
 fn hint(error: &Error, args: &RunArgs) -> String {
     match error {
-        Error::Unavailable { .. } => format!("\nIs a server running at {}? Start one with `sandboxer serve`, or name one by --server.", args.server),
+        Error::Unavailable { .. } => {
+            format!("\nIs a server running at {}? Start one with `sandboxer serve`, or name one by --server.", args.server)
+        }
         Error::Denied { .. } if args.api_key.is_none() => "\nGive the server's key by --api-key or SANDBOXER_API_KEY.".to_owned(),
         _ => String::new(),
     }

@@ -11,7 +11,10 @@ use std::{
 };
 
 use anyhow::Context as _;
-use nix::fcntl::{Flock, FlockArg};
+use nix::{
+    fcntl::{Flock, FlockArg},
+    sys::resource::{Resource, getrlimit, setrlimit},
+};
 use sandboxer_image::ImageStore;
 use sandboxer_runtime::{GvisorOptions, GvisorRuntime, HostLimits, become_subreaper, userns};
 use sandboxer_server::{Images, Server, StopHow};
@@ -38,6 +41,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     log(args);
     // Before any thread exists: only then can a process enter a user namespace.
     let privilege = userns::enter_if_needed()?;
+    raise_descriptor_limit();
     become_subreaper().context("become the reaper of sandbox processes")?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().max_blocking_threads(BLOCKING_THREADS).build()?;
     info!(?privilege, version = env!("CARGO_PKG_VERSION"), "starting");
@@ -75,6 +79,14 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
     server.serve(stop).await;
     info!("stopped");
     Ok(())
+}
+
+/// Each sandbox and each client takes some descriptors, and the usual soft limit is for programs that don't serve.
+fn raise_descriptor_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        warn!(%error, "the limit of open files could not be raised");
+    }
 }
 
 /// One instance at a time holds a data directory.

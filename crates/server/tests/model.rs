@@ -87,7 +87,7 @@ fn every_byte_arrives_once_whatever_happens_in_between() {
                 world.take(step).await;
             }
             world.finish().await;
-            world.server.stop(StopHow::Drain).await;
+            world.stop(StopHow::Drain).await;
             assert!(world.server.runtime.ids().is_empty(), "a sandbox is left");
             assert_eq!(std::fs::read_dir(dir.path().join("sandboxes")).unwrap().count(), 0, "a directory is left");
         });
@@ -212,7 +212,7 @@ impl World {
             }
             Step::Cut(back) => self.attach(back).await,
             Step::Restart(back) => {
-                self.server.stop(StopHow::Restart).await;
+                self.stop(StopHow::Restart).await;
                 self.server = Running::start(self.server.runtime.clone(), &self.dir).await;
                 self.attach(back).await;
             }
@@ -230,6 +230,18 @@ impl World {
             }
             _ => {}
         }
+    }
+
+    /// Stops the server while the client reads to the end of what it says.
+    async fn stop(&mut self, how: StopHow) {
+        let mut last = Vec::new();
+        let reading = async {
+            while let Some(message) = next(&mut self.socket).await {
+                last.push(message);
+            }
+        };
+        tokio::join!(self.server.stop(how), reading);
+        last.iter().for_each(|message| self.hear(message));
     }
 
     async fn reconnect(&mut self, times: u8) {

@@ -3,7 +3,7 @@
 use std::{
     env, fs,
     net::{IpAddr, Ipv4Addr, SocketAddr},
-    os::unix::fs::DirBuilderExt as _,
+    os::unix::fs::{DirBuilderExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -216,6 +216,8 @@ impl Args {
         let dir = self.data_dir.clone().or_else(default_data_dir).ok_or_else(no_home("--data-dir"))?;
         let fault = |error| format!("--data-dir: {}: {error}", dir.display());
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(fault)?;
+        // Who can write there can speak to the sandboxes.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o700)).map_err(fault)?;
         // Sandboxes are found by it after a restart, wherever that is started from.
         let dir = dir.canonicalize().map_err(fault)?;
         check_length(&dir)?;

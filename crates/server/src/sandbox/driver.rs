@@ -109,20 +109,27 @@ pub(super) struct Client {
     pub(super) announce_resume: bool,
     /// From where it wanted its output.
     pub(super) wanted: Option<PerStream<u64>>,
-    /// What the ping that is on its way will acknowledge.
+    /// What the newest ping that is on its way will acknowledge.
     ping: Option<Pinged>,
     last_ping: Pinged,
-    sign_of_life_wanted: bool,
+    /// A ping is wanted whatever there is to acknowledge.
+    ping_wanted: bool,
+    /// A pong to this ping, or a later one, is a sign of life to those who knock.
+    alive_from: u64,
     /// It was told to go: nothing more is taken from it.
     pub(super) leaving: bool,
     /// When it last gave a sign of life.
-    pub(super) heard_at: Instant,
+    heard_at: Instant,
+    /// Having been silent for long, it was asked whether it is there.
+    asked_after_silence: bool,
     /// Its connection takes nothing any longer; what it sent before may still be here.
     deaf: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Pinged {
+    /// Pings are numbered, so that the newest pong stands for all before it.
+    sequence: u64,
     number: u64,
     upto: PerStream<u64>,
     end: bool,
@@ -342,7 +349,7 @@ impl Driver {
             Grace::UntilPong(at) | Grace::Until(at) => Some(at),
         });
         let silence =
-            self.client.as_ref().map(|client| client.heard_at + if client.sign_of_life_wanted { SILENT_AT_MOST } else { SILENT_FOR });
+            self.client.as_ref().map(|client| client.heard_at + if client.asked_after_silence { SILENT_AT_MOST } else { SILENT_FOR });
         [idle, lifetime, execution, grace, silence, self.knock_deadline, self.kill_deadline, self.link_closed].into_iter().flatten().min()
     }
 
@@ -373,8 +380,9 @@ impl Driver {
             if due(Some(client.heard_at + SILENT_AT_MOST)) {
                 info!("the client has been silent for too long");
                 self.on_client_gone();
-            } else if due(Some(client.heard_at + SILENT_FOR)) {
-                client.sign_of_life_wanted = true;
+            } else if due(Some(client.heard_at + SILENT_FOR)) && !client.asked_after_silence {
+                client.ping_wanted = true;
+                client.asked_after_silence = true;
             }
         }
         if let Some(execution) = self.execution.as_mut()
@@ -433,7 +441,8 @@ impl Driver {
                     let _ = newcomer.reply.send(Attachment::InUse);
                     return;
                 }
-                client.sign_of_life_wanted = true;
+                client.ping_wanted = true;
+                client.alive_from = client.last_ping.sequence + 1;
                 self.knocking.push(newcomer);
                 self.knock_deadline.get_or_insert_with(|| Instant::now() + KNOCK);
             }
@@ -454,11 +463,8 @@ impl Driver {
         for event in greeting {
             outbox.event(event);
         }
-        let mut grace = Grace::Over;
-        if self.execution.as_ref().is_some_and(Execution::has_news) {
-            grace = Grace::UntilPong(Instant::now() + GRACE_AT_MOST);
-            outbox.push(Outgoing::Ping(Bytes::from_static(b"attached")));
-        }
+        let news = self.execution.as_ref().is_some_and(Execution::has_news);
+        let grace = if news { Grace::UntilPong(Instant::now() + GRACE_AT_MOST) } else { Grace::Over };
         self.client = Some(Client {
             port,
             outbox,
@@ -468,9 +474,11 @@ impl Driver {
             wanted: None,
             ping: None,
             last_ping: Pinged::default(),
-            sign_of_life_wanted: false,
+            ping_wanted: news,
+            alive_from: 0,
             leaving: false,
             heard_at: Instant::now(),
+            asked_after_silence: false,
             deaf: false,
         });
         debug!("a client is attached");
@@ -505,7 +513,7 @@ impl Driver {
     }
 
     /// The attached client lives: whoever knocked is told so.
-    pub(super) fn turn_away(&mut self) {
+    fn turn_away(&mut self) {
         self.knock_deadline = None;
         for knocking in self.knocking.drain(..) {
             let _ = knocking.reply.send(Attachment::InUse);
@@ -514,15 +522,16 @@ impl Driver {
 
     fn on_pong(&mut self, payload: &[u8]) {
         let Some(client) = &mut self.client else { return };
-        client.heard_at = Instant::now();
-        if !client.leaving {
+        client.heard();
+        let sequence = Pinged::sequence_of(payload).filter(|sequence| *sequence <= client.last_ping.sequence);
+        if !client.leaving && sequence >= Some(client.alive_from) {
             self.turn_away();
         }
         let Some(client) = &mut self.client else { return };
         if let Grace::UntilPong(_) = client.grace {
             client.grace = Grace::Until(Instant::now() + GRACE);
         }
-        let Some(pinged) = client.ping.filter(|pinged| pinged.payload() == payload) else { return };
+        let Some(pinged) = client.ping.filter(|pinged| sequence >= Some(pinged.sequence)) else { return };
         client.ping = None;
         self.acknowledge(pinged.number, pinged.upto, pinged.end);
     }
@@ -541,20 +550,24 @@ impl Driver {
     /// A ping that should go out now: right behind output, one at a time.
     fn ping_due(&self) -> Option<Pinged> {
         let client = self.client.as_ref().filter(|client| !client.leaving)?;
+        let last = client.last_ping;
+        let sequence = last.sequence + 1;
+        let now = match &client.delivery {
+            Some(delivery) if delivery.is_answered() => {
+                Pinged { sequence, number: delivery.number, upto: delivery.handed(), end: delivery.end_handed }
+            }
+            _ => Pinged { sequence, ..last },
+        };
+        if client.ping_wanted {
+            return Some(now);
+        }
         if client.ping.is_some() {
             return None;
         }
-        let last = client.last_ping;
-        let now = match &client.delivery {
-            Some(delivery) if delivery.is_answered() => {
-                Pinged { number: delivery.number, upto: delivery.handed(), end: delivery.end_handed }
-            }
-            _ => last,
-        };
         let fresh = |now: u64, last: u64| if last > now { now } else { now - last };
         let bytes = fresh(now.upto.stdout, last.upto.stdout).saturating_add(fresh(now.upto.stderr, last.upto.stderr));
-        let due = now != last && (client.outbox.is_empty() || bytes >= PING_EVERY_BYTES);
-        (due || client.sign_of_life_wanted).then_some(now)
+        let news = (now.number, now.upto, now.end) != (last.number, last.upto, last.end);
+        (news && (client.outbox.is_empty() || bytes >= PING_EVERY_BYTES)).then_some(now)
     }
 
     fn hand_out(&mut self, permit: mpsc::OwnedPermit<Outgoing>, ping: Option<Pinged>) {
@@ -562,7 +575,7 @@ impl Driver {
         if let Some(ping) = ping {
             client.ping = Some(ping);
             client.last_ping = ping;
-            client.sign_of_life_wanted = false;
+            client.ping_wanted = false;
             permit.send(Outgoing::Ping(ping.payload()));
             return;
         }
@@ -657,11 +670,23 @@ impl Driver {
     }
 }
 
+impl Client {
+    /// It gave a sign of life.
+    pub(super) fn heard(&mut self) {
+        self.heard_at = Instant::now();
+        self.asked_after_silence = false;
+    }
+}
+
 impl Pinged {
     /// At most 125 bytes, as a ping may carry.
     fn payload(&self) -> Bytes {
-        let Self { number, upto: PerStream { stdout, stderr }, end } = self;
-        Bytes::from(format!("{number} {stdout} {stderr} {}", u8::from(*end)))
+        let Self { sequence, number, upto: PerStream { stdout, stderr }, end } = self;
+        Bytes::from(format!("{sequence} {number} {stdout} {stderr} {}", u8::from(*end)))
+    }
+
+    fn sequence_of(payload: &[u8]) -> Option<u64> {
+        std::str::from_utf8(payload).ok()?.split(' ').next()?.parse().ok()
     }
 }
 

@@ -34,7 +34,7 @@ const HOME: &str = "/root";
 impl Driver {
     pub(super) fn on_client(&mut self, from_client: FromClient) -> Option<Outcome> {
         let client = self.client.as_mut()?;
-        client.heard_at = tokio::time::Instant::now();
+        client.heard();
         if client.leaving {
             if let (FromClient::ReadToTheEnd, Some(delivery)) = (&from_client, &client.delivery) {
                 let (number, handed, end) = (delivery.number, delivery.handed(), delivery.end_handed);
@@ -42,7 +42,6 @@ impl Driver {
             }
             return None;
         }
-        self.turn_away();
         match from_client {
             FromClient::Request(request) => self.on_request(request),
             FromClient::Bad(bad) => {
