@@ -239,6 +239,8 @@ impl World {
             while let Some(message) = next(&mut self.socket).await {
                 last.push(message);
             }
+            // Reading on answers the close.
+            while let Some(Ok(_)) = self.socket.next().await {}
         };
         tokio::join!(self.server.stop(how), reading);
         last.iter().for_each(|message| self.hear(message));
