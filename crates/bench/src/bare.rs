@@ -94,7 +94,7 @@ impl Bare {
                     drop(data);
                     if bytes - acknowledged >= ACK_BYTES {
                         acknowledged = bytes;
-                        self.link.writer.send(&ToAgent::Ack { number, upto: PerStream { stdout: bytes, stderr: 0 } }).await?;
+                        self.link.writer.send(&ToAgent::Ack { number, upto: PerStream { stdout: bytes, stderr: 0 }, end: false }).await?;
                     }
                 }
                 FromAgentFrame::Control(FromAgent::Exited { number: of, exit: how }) if of == number => exit = Some(how),
@@ -104,7 +104,7 @@ impl Bare {
         };
         let done_ms = ms_since(begun);
         ensure!(exit.code == Some(0), "it ended with {exit:?}");
-        self.link.writer.send(&ToAgent::Ack { number, upto: exit.end }).await?;
+        self.link.writer.send(&ToAgent::Ack { number, upto: exit.end, end: true }).await?;
         #[expect(clippy::cast_precision_loss, reason = "a duration of a human scale")]
         let agent_ms = Some(exit.duration_us as f64 / 1000.0);
         Timing { first_ms: first, done_ms, agent_ms, bytes }.checked(program)
