@@ -14,10 +14,8 @@ use std::{
     path::PathBuf,
 };
 
+use crate::{ipc::Serial, sys};
 use nix::mount::MsFlags;
-use sandboxer_protocol::agent::ExecutionNumber;
-
-use crate::sys;
 
 const MOUNT: &str = "/sandboxer/cgroup";
 
@@ -30,8 +28,8 @@ fn user() -> PathBuf {
     PathBuf::from(MOUNT).join("user")
 }
 
-fn group(number: ExecutionNumber) -> PathBuf {
-    user().join(format!("exec-{number}"))
+fn group(serial: Serial) -> PathBuf {
+    user().join(format!("exec-{serial}"))
 }
 
 impl Groups {
@@ -54,37 +52,35 @@ impl Groups {
     }
 
     /// Makes the group of an execution; whoever writes `0` to the file joins it.
-    pub(crate) fn create(&self, number: ExecutionNumber) -> io::Result<File> {
-        let path = group(number);
-        if let Err(error) = fs::create_dir(&path)
-            && error.kind() != io::ErrorKind::AlreadyExists
-        {
-            return Err(error);
-        }
+    pub(crate) fn create(&self, serial: Serial) -> io::Result<File> {
+        let path = group(serial);
+        // Never one that is there already: the processes in it would be another execution's.
+        fs::create_dir(&path)?;
         OpenOptions::new().write(true).open(path.join("cgroup.procs"))
     }
 
     /// The processes of an execution, by the agent's numbers.
-    pub(crate) fn members(&self, number: ExecutionNumber) -> Vec<i32> {
-        read_pids(&group(number).join("cgroup.procs"))
+    pub(crate) fn members(&self, serial: Serial) -> Vec<i32> {
+        read_pids(&group(serial).join("cgroup.procs"))
     }
 
     /// Kills every process of an execution. Returns whether any may be left.
-    pub(crate) fn kill(&self, number: ExecutionNumber) -> bool {
-        if fs::write(group(number).join("cgroup.kill"), "1").is_ok() {
+    pub(crate) fn kill(&self, serial: Serial) -> bool {
+        if fs::write(group(serial).join("cgroup.kill"), "1").is_ok() {
             return false;
         }
-        let members = self.members(number);
+        let members = self.members(serial);
         for pid in &members {
             let _ = sys::kill(*pid, libc::SIGKILL);
         }
         !members.is_empty()
     }
 
-    /// Removes the groups that no process is in any more.
-    pub(crate) fn tidy(&self) {
+    /// Removes the groups that no process is in any more, but those that are to be kept.
+    pub(crate) fn tidy(&self, kept: impl Fn(Serial) -> bool) {
         for entry in fs::read_dir(user()).into_iter().flatten().flatten() {
-            if entry.file_name().to_string_lossy().starts_with("exec-") {
+            let serial = entry.file_name().to_str().and_then(|name| name.strip_prefix("exec-")?.parse().ok());
+            if serial.is_some_and(|serial| !kept(serial)) {
                 // Refused while a process is in it.
                 let _ = fs::remove_dir(entry.path());
             }

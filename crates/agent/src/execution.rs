@@ -14,7 +14,7 @@ use sandboxer_protocol::{
     agent::{AgentConfig, DetachedOutput, ExecSpec, ExecState, ExecutionNumber, Exit, ExitCause, PerStream, Stream, ToAgent},
 };
 
-use crate::sys;
+use crate::{ipc::Serial, sys};
 
 /// How much is read from a program at once: little at first, more while it keeps coming.
 const FIRST_READ_BYTES: usize = 16 * 1024;
@@ -30,9 +30,9 @@ pub(crate) const STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 pub(crate) enum Phase {
     /// Waits for an init that can start it.
     Waiting,
-    /// Init was asked.
+    /// Init was asked. `killed`: since when it is to be killed as soon as it is there.
     Starting {
-        kill: bool,
+        killed: Option<Instant>,
     },
     Running,
     Ended(Exit),
@@ -49,6 +49,7 @@ pub(crate) struct Output {
 
 pub(crate) struct Execution {
     pub(crate) number: ExecutionNumber,
+    pub(crate) serial: Serial,
     pub(crate) id: ExecutionId,
     pub(crate) tty: bool,
     /// The server's own; only kept.
@@ -73,14 +74,12 @@ pub(crate) struct Execution {
     pub(crate) kill_cause: Option<ExitCause>,
     /// A client has been told the end.
     pub(crate) end_acknowledged: bool,
-    /// Its processes are to be killed until none is left.
-    pub(crate) killing: bool,
     /// Output came since the last rest: see [`Execution::rest`].
     pub(crate) busy: bool,
 }
 
 impl Execution {
-    pub(crate) fn new(spec: &ExecSpec, config: &AgentConfig, now: Instant) -> Self {
+    pub(crate) fn new(spec: &ExecSpec, serial: Serial, config: &AgentConfig, now: Instant) -> Self {
         let output =
             || Output { source: None, readable: false, window: Window::new(config.output_window_bytes), read_bytes: FIRST_READ_BYTES };
         let mut input = Input::new(config.stdin_window_bytes);
@@ -90,6 +89,7 @@ impl Execution {
         }
         Self {
             number: spec.number,
+            serial,
             id: spec.id.clone(),
             tty: spec.tty.is_some(),
             note: spec.note.clone(),
@@ -107,7 +107,6 @@ impl Execution {
             out_of_memory: false,
             kill_cause: None,
             end_acknowledged: false,
-            killing: false,
             busy: false,
         }
     }

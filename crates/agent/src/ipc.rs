@@ -9,12 +9,16 @@ use std::{
 };
 
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
-use sandboxer_protocol::agent::{ExecutionNumber, Language, TerminalSize};
+use sandboxer_protocol::agent::{Language, TerminalSize};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// The descriptor on which init finds its socket.
 pub(crate) const INIT_SOCKET: RawFd = 3;
 const MAX_PACKET_BYTES: usize = 4096;
+
+/// The agent's own number of an execution: rising, and never used twice while the sandbox lives. Groups and files are named by it. The
+/// server's numbers may begin anew with a new server, while processes of an earlier execution still run.
+pub(crate) type Serial = u64;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -22,17 +26,17 @@ pub(crate) enum Request {
     /// With descriptors: a file that holds the [`Program`] (`head` bytes of JSON) and then the code; `cgroup.procs` if `group`; and
     /// standard input, output and error, unless the program gets a terminal.
     Spawn {
-        number: ExecutionNumber,
+        serial: Serial,
         head: usize,
         group: bool,
     },
     Signal {
-        number: ExecutionNumber,
+        serial: Serial,
         signal: i32,
     },
     /// Kills the program and what descends from it, where there are no groups to do it by.
     Kill {
-        number: ExecutionNumber,
+        serial: Serial,
     },
 }
 
@@ -50,14 +54,14 @@ pub(crate) enum Report {
     Ready,
     /// With the agent's end of the terminal, if there is one.
     Started {
-        number: ExecutionNumber,
+        serial: Serial,
     },
     Failed {
-        number: ExecutionNumber,
+        serial: Serial,
         message: String,
     },
     Exited {
-        number: ExecutionNumber,
+        serial: Serial,
         code: Option<i32>,
         signal: Option<i32>,
     },

@@ -4,7 +4,7 @@
 
 use std::{
     io::{self, IoSlice, Read, Write},
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
 use bytes::{Buf, BytesMut};
@@ -27,27 +27,44 @@ pub(crate) struct Link {
     output: std::fs::File,
     decoder: AgentDecoder,
     unsaid: BytesMut,
-    /// A `Hello` was answered and the other end was there when last tried.
+    /// A `Hello` was heard, and the other end has not closed since: what it says is carried out.
     open: bool,
+    /// Nobody listens any more: nothing is said until the next opening. What was sent before still counts.
+    mute: bool,
     pub(crate) readable: bool,
     pub(crate) writable: bool,
     /// The last read found nobody at the other end.
     pub(crate) alone: bool,
 }
 
+/// What [`Link::hear`] found.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Heard {
+    Event(AgentEvent),
+    /// More was read; it may make something whole.
+    Bytes,
+    /// The other end has just gone, and everything that it finished was heard before.
+    Gone,
+    /// Nothing for now.
+    Nothing,
+}
+
 impl Link {
     /// Over standard input and output.
     pub(crate) fn new(marker: Marker) -> io::Result<Self> {
-        let input = std::fs::File::from(io::stdin().as_fd().try_clone_to_owned()?);
-        let output = std::fs::File::from(io::stdout().as_fd().try_clone_to_owned()?);
+        Self::over(io::stdin().as_fd().try_clone_to_owned()?, io::stdout().as_fd().try_clone_to_owned()?, marker)
+    }
+
+    pub(crate) fn over(input: OwnedFd, output: OwnedFd, marker: Marker) -> io::Result<Self> {
         sys::set_nonblocking(input.as_fd())?;
         sys::set_nonblocking(output.as_fd())?;
         Ok(Self {
-            input,
-            output,
+            input: input.into(),
+            output: output.into(),
             decoder: AgentDecoder::new(marker),
             unsaid: BytesMut::new(),
             open: false,
+            mute: false,
             readable: true,
             writable: true,
             alone: false,
@@ -67,8 +84,20 @@ impl Link {
         self.readable && self.unsaid.len() < MAX_UNSAID_BYTES
     }
 
-    /// Reads once. Returns false if the other end has just gone.
-    pub(crate) fn read(&mut self, scratch: &mut [u8]) -> bool {
+    /// The next thing that is whole. Reads, once, only if nothing is: so no more is held than one read and the frame it did not finish,
+    /// and the end of the input comes after all that was said before it.
+    pub(crate) fn hear(&mut self, scratch: &mut [u8]) -> Heard {
+        if let Some(event) = self.decoder.next() {
+            return Heard::Event(event);
+        }
+        if self.decoder.buffer().is_empty() && self.decoder.buffer().capacity() > 0 {
+            // An idle agent holds no buffer.
+            *self.decoder.buffer() = BytesMut::new();
+        }
+        if self.wants_to_read() { self.read(scratch) } else { Heard::Nothing }
+    }
+
+    fn read(&mut self, scratch: &mut [u8]) -> Heard {
         match self.input.read(scratch) {
             Ok(0) => {
                 self.readable = false;
@@ -76,12 +105,12 @@ impl Link {
                 self.alone = true;
                 self.decoder.end_of_input();
                 self.close();
-                !was_there
+                if was_there { Heard::Gone } else { Heard::Nothing }
             }
             Ok(count) => {
                 self.alone = false;
                 self.decoder.buffer().extend_from_slice(&scratch[..count]);
-                true
+                Heard::Bytes
             }
             Err(error) => {
                 if error.kind() != io::ErrorKind::Interrupted {
@@ -89,21 +118,12 @@ impl Link {
                 }
                 // Somebody holds the other end, with nothing to say yet.
                 self.alone &= error.kind() != io::ErrorKind::WouldBlock;
-                true
+                Heard::Nothing
             }
         }
     }
 
-    pub(crate) fn next(&mut self) -> Option<AgentEvent> {
-        let event = self.decoder.next();
-        if event.is_none() && self.decoder.buffer().is_empty() && self.decoder.buffer().capacity() > 0 {
-            // An idle agent holds no buffer.
-            *self.decoder.buffer() = BytesMut::new();
-        }
-        event
-    }
-
-    /// Says nothing more until the next opening.
+    /// Says nothing more, and takes nothing more seriously, until the next opening.
     pub(crate) fn close(&mut self) {
         self.open = false;
         self.unsaid = BytesMut::new();
@@ -112,13 +132,14 @@ impl Link {
     pub(crate) fn answer_opening(&mut self, nonce: &Nonce, reply: &FromAgent) {
         self.unsaid = BytesMut::new();
         self.open = true;
+        self.mute = false;
         // Whoever is there now may have come since the last write failed.
         self.writable = true;
         encode_reply_opening(&mut self.unsaid, nonce, reply);
     }
 
     pub(crate) fn say(&mut self, message: &FromAgent) {
-        if self.open {
+        if self.open && !self.mute {
             encode_from_agent(&mut self.unsaid, message);
         }
     }
@@ -138,7 +159,7 @@ impl Link {
 
     /// Sends the next pieces of a window straight from where they lie. Returns whether anything was sent.
     pub(crate) fn send_output(&mut self, number: ExecutionNumber, stream: Stream, window: &mut Window) -> bool {
-        if !self.open || !self.writable || !self.unsaid.is_empty() {
+        if !self.open || self.mute || !self.writable || !self.unsaid.is_empty() {
             return false;
         }
         let Some(batch) = window.next_piece(PIECES_AT_ONCE * MAX_OUTPUT_PIECE_BYTES) else { return false };
@@ -187,8 +208,11 @@ impl Link {
         match error.kind() {
             io::ErrorKind::Interrupted => {}
             io::ErrorKind::WouldBlock => self.writable = false,
-            // Nobody reads: the next opening starts anew.
-            _ => self.close(),
+            // Nobody reads. What it sent before it went is still on its way here.
+            _ => {
+                self.mute = true;
+                self.unsaid = BytesMut::new();
+            }
         }
     }
 }
@@ -213,7 +237,61 @@ fn cut([first, second]: [&[u8]; 2], from: usize, length: usize) -> [&[u8]; 2] {
 
 #[cfg(test)]
 mod tests {
+    use nix::{fcntl::OFlag, unistd::pipe2};
+    use sandboxer_protocol::agent::{ToAgent, ToAgentFrame, encode_opening, encode_stdin};
+
     use super::*;
+
+    const MARKER: [u8; 32] = [3; 32];
+
+    fn link() -> (Link, std::fs::File, std::fs::File) {
+        let ((input, server_out), (server_in, output)) = (pipe2(OFlag::O_CLOEXEC).unwrap(), pipe2(OFlag::O_CLOEXEC).unwrap());
+        (Link::over(input, output, Marker::new(MARKER)).unwrap(), server_out.into(), server_in.into())
+    }
+
+    fn reply() -> FromAgent {
+        FromAgent::HelloReply { version: 1, agent: String::new(), enforced: Default::default(), execution: None, last_number: None }
+    }
+
+    /// What a server sent before it went is heard to the end, though the answers can't be said and the end of the input is there already.
+    #[test]
+    fn the_last_words_of_a_server_that_died_all_count() {
+        const PIECES: u64 = 3000;
+        let (mut link, mut to_agent, from_agent) = link();
+        let mut said = BytesMut::from(&encode_opening(&Marker::new(MARKER), 1, Nonce::new([4; 32]))[..]);
+        (0..PIECES).for_each(|offset| encode_stdin(&mut said, 1, offset, b"x"));
+        let whole = said.len();
+        encode_stdin(&mut said, 1, PIECES, b"never finished");
+        sys::set_pipe_size(to_agent.as_fd(), 1024 * 1024).unwrap();
+        to_agent.write_all(&said[..whole + 10]).unwrap();
+        drop((to_agent, from_agent));
+        let mut scratch = [0; 64 * 1024];
+        let (mut heard, mut most_held) = (0, 0);
+        loop {
+            match link.hear(&mut scratch) {
+                Heard::Event(AgentEvent::Opened) => link.close(),
+                Heard::Event(AgentEvent::Frame(ToAgentFrame::Control(ToAgent::Hello { nonce, .. }))) => {
+                    link.answer_opening(&nonce, &reply())
+                }
+                Heard::Event(AgentEvent::Frame(ToAgentFrame::Stdin { offset, .. })) => {
+                    assert!(link.is_open() && offset == heard);
+                    heard += 1;
+                    link.say(&FromAgent::StdinAck { number: 1, offset });
+                    // Nobody reads it, which must not matter.
+                    link.flush();
+                }
+                Heard::Event(other) => panic!("{other:?}"),
+                Heard::Bytes => {}
+                Heard::Gone => break,
+                Heard::Nothing => panic!("there is more"),
+            }
+            most_held = most_held.max(link.decoder.buffer().len());
+        }
+        assert_eq!(heard, PIECES);
+        assert!(most_held < scratch.len() + 100, "{most_held}");
+        assert!(!link.is_open());
+        assert_eq!(link.hear(&mut scratch), Heard::Nothing);
+    }
 
     #[test]
     fn cutting_two_parts_loses_nothing() {

@@ -31,6 +31,11 @@ impl Supervisor {
         Self { state: State::Down { retry: now }, short_lives: 0, never_ready: 0, last_error: None }
     }
 
+    #[cfg(test)]
+    pub(crate) fn of(process: InitProcess) -> Self {
+        Self { state: State::Up { process, ready: true, since: Instant::now() }, ..Self::new(Instant::now()) }
+    }
+
     /// Starts an init if one is due. Returns it if it was.
     pub(crate) fn start_if_due(&mut self, now: Instant) -> Option<&InitProcess> {
         let State::Down { retry } = self.state else { return None };

@@ -14,7 +14,7 @@ use sandboxer_protocol::agent::{ExecSpec, ExecutionNumber, ExitCause, FromAgent,
 use super::{Agent, token, token_of, watch};
 use crate::{
     execution::{Execution, Phase, STREAMS},
-    ipc::{self, Program, Report, Request},
+    ipc::{self, Program, Report, Request, Serial},
     sys::{self, MAX_PIPE_BYTES, MIN_PIPE_BYTES},
 };
 
@@ -23,14 +23,22 @@ const MAX_EARLY: usize = 16;
 
 /// A sensible init says two things an execution.
 const REPORTS_A_ROUND: usize = 64;
-/// How long init may take to start a program: a loaded machine needs seconds. Shorter if it is to be killed anyway.
+/// How long init may take to start a program: a loaded machine needs seconds.
 const START_LIMIT: Duration = Duration::from_secs(60);
+/// How long whoever had a program killed waits for it to be started first.
 const KILLED_START_LIMIT: Duration = Duration::from_secs(5);
 
 /// A request to init that waits to be sent.
 pub(super) struct Waiting {
     file: OwnedFd,
     head: usize,
+}
+
+/// An execution whose processes are to be killed until none is left.
+pub(super) struct Killing {
+    serial: Serial,
+    /// Since when init is starting it: as long as that lasts, there may be processes to come.
+    starting: Option<Instant>,
 }
 
 /// The agent's ends of a program's pipes, and the program's.
@@ -131,6 +139,7 @@ impl Agent {
 
     pub(super) fn begin(&mut self, spec: ExecSpec, code: &[u8]) {
         let number = spec.number;
+        self.last_number = self.last_number.max(Some(number));
         if let Some(execution) = &self.execution {
             match &execution.phase {
                 // Asked for twice: it is the same one.
@@ -144,7 +153,8 @@ impl Agent {
                 _ => return self.refuse(number, "another execution is running"),
             }
         }
-        let execution = Execution::new(&spec, &self.config, Instant::now());
+        self.last_serial += 1;
+        let execution = Execution::new(&spec, self.last_serial, &self.config, Instant::now());
         match write_request(spec, code) {
             Ok(waiting) => {
                 self.waiting = Some(waiting);
@@ -178,29 +188,33 @@ impl Agent {
     fn ask_init(&mut self) {
         let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return };
         let Some(waiting) = self.waiting.take() else { return };
-        let number = execution.number;
+        let serial = execution.serial;
         let asked = (|| -> io::Result<()> {
-            let group = self.groups.as_ref().map(|groups| groups.create(number)).transpose()?;
+            let group = self.groups.as_ref().map(|groups| groups.create(serial)).transpose()?;
             let mut descriptors = vec![waiting.file.as_raw_fd()];
             descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
             let pipes =
                 if execution.tty { None } else { Some(make_pipes(execution.has_input, pipe_bytes(self.config.output_window_bytes))?) };
-            descriptors.extend(pipes.iter().flat_map(|pipes| pipes.theirs.iter().map(AsRawFd::as_raw_fd)));
-            let request = Request::Spawn { number, head: waiting.head, group: group.is_some() };
-            ipc::send(init.socket.as_fd(), &request, &descriptors)?;
-            let Some(pipes) = pipes else { return Ok(()) };
-            if let Some(input) = pipes.input {
-                watch(&self.epoll, input.as_fd(), token::STDIN, EpollFlags::EPOLLOUT)?;
-                execution.sink = Some(input.into());
-            }
-            for (stream, source) in [(Stream::Stdout, pipes.output.stdout), (Stream::Stderr, pipes.output.stderr)] {
-                watch(&self.epoll, source.as_fd(), token_of(stream), EpollFlags::EPOLLIN)?;
-                execution.output.get_mut(stream).connect(source);
-            }
-            Ok(())
+            let theirs = if let Some(Pipes { input, output, theirs }) = pipes {
+                if let Some(input) = input {
+                    watch(&self.epoll, input.as_fd(), token::STDIN, EpollFlags::EPOLLOUT)?;
+                    execution.sink = Some(input.into());
+                }
+                for (stream, source) in [(Stream::Stdout, output.stdout), (Stream::Stderr, output.stderr)] {
+                    watch(&self.epoll, source.as_fd(), token_of(stream), EpollFlags::EPOLLIN)?;
+                    execution.output.get_mut(stream).connect(source);
+                }
+                Some(theirs)
+            } else {
+                None
+            };
+            descriptors.extend(theirs.iter().flatten().map(AsRawFd::as_raw_fd));
+            let request = Request::Spawn { serial, head: waiting.head, group: group.is_some() };
+            // The last step: nothing is started of what could not be prepared.
+            ipc::send(init.socket.as_fd(), &request, &descriptors)
         })();
         execution.began = Instant::now();
-        execution.phase = Phase::Starting { kill: false };
+        execution.phase = Phase::Starting { killed: None };
         if let Err(error) = asked {
             self.start_failed(&format!("cannot pass the request on: {error}"));
         }
@@ -231,14 +245,24 @@ impl Agent {
         true
     }
 
-    /// A start that takes longer than this is not going to happen, so init is in the guest's hands or worse.
-    pub(super) fn watch_start(&mut self, now: Instant) {
+    /// Returns whether init was given up for a start that does not come.
+    pub(super) fn watch_start(&mut self, now: Instant) -> bool {
+        let passed = |since: Instant, limit: Duration| now.saturating_duration_since(since) > limit;
+        let mut hopeless = self.killing.iter().filter_map(|killing| killing.starting).any(|since| passed(since, START_LIMIT));
         if let Some(execution) = &self.execution
-            && let Phase::Starting { kill } = execution.phase
-            && now.saturating_duration_since(execution.began) > if kill { KILLED_START_LIMIT } else { START_LIMIT }
+            && let Phase::Starting { killed } = execution.phase
         {
+            hopeless |= passed(execution.began, START_LIMIT);
+            if !hopeless && killed.is_some_and(|since| passed(since, KILLED_START_LIMIT)) {
+                // Its end is told. If it is started after all, it is killed then; init and what else it runs have not deserved to go for it.
+                self.finish(None, Some(libc::SIGKILL), None);
+            }
+        }
+        if hopeless {
+            // A start that takes so long is not going to happen: init is in the guest's hands or worse.
             self.abandon_init();
         }
+        hopeless
     }
 
     /// It no longer speaks: whatever state it is in, it goes, and with it the namespace. Its end is then noticed.
@@ -257,24 +281,47 @@ impl Agent {
                 }
                 self.ask_init();
             }
-            Report::Started { number } => self.started(number, descriptors),
-            Report::Failed { number, message } => {
-                if self.current(number).is_some_and(|execution| matches!(execution.phase, Phase::Starting { .. })) {
-                    self.start_failed(&message);
+            Report::Started { serial } => {
+                if let Some(killing) = self.killing.iter_mut().find(|killing| killing.serial == serial) {
+                    // All that is to be killed is there now.
+                    killing.starting = None;
+                }
+                self.started(serial, descriptors);
+            }
+            Report::Failed { serial, message } => {
+                self.killing.retain(|killing| killing.serial != serial);
+                if self.known_to_init(serial).is_some() {
+                    self.not_started(&message);
                 }
             }
-            Report::Exited { number, code, signal } => {
-                if self.current(number).is_some_and(|execution| matches!(execution.phase, Phase::Running)) {
+            Report::Exited { serial, code, signal } => {
+                if self.known_to_init(serial).is_some_and(|execution| matches!(execution.phase, Phase::Running)) {
                     self.finish(code, signal, None);
                 }
             }
         }
     }
 
-    fn started(&mut self, number: ExecutionNumber, descriptors: Vec<OwnedFd>) {
+    /// The current execution, if it is the one that init speaks of.
+    fn known_to_init(&mut self, serial: Serial) -> Option<&mut Execution> {
+        self.execution.as_mut().filter(|execution| execution.serial == serial)
+    }
+
+    /// The execution that was being started will not be.
+    fn not_started(&mut self, message: &str) {
+        match self.execution.as_ref().map(|execution| &execution.phase) {
+            // That is what was wanted.
+            Some(Phase::Starting { killed: Some(_) }) => self.finish(None, Some(libc::SIGKILL), None),
+            Some(Phase::Starting { killed: None }) => self.start_failed(message),
+            _ => {}
+        }
+    }
+
+    fn started(&mut self, serial: Serial, descriptors: Vec<OwnedFd>) {
         let now = Instant::now();
-        let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
-        let Phase::Starting { kill } = execution.phase else { return };
+        let Some(execution) = self.execution.as_mut().filter(|execution| execution.serial == serial) else { return };
+        let Phase::Starting { .. } = execution.phase else { return };
+        let number = execution.number;
         execution.phase = Phase::Running;
         if execution.tty
             && let Some(terminal) = descriptors.into_iter().next()
@@ -292,9 +339,6 @@ impl Agent {
         for message in early {
             self.control(message);
         }
-        if kill {
-            self.kill(number, None);
-        }
     }
 
     fn finish(&mut self, code: Option<i32>, signal: Option<i32>, cause: Option<ExitCause>) {
@@ -308,47 +352,56 @@ impl Agent {
         // Said before anything else is done about it.
         self.link.flush();
         if let Some(groups) = &self.groups {
-            groups.tidy();
+            // One that is being started may have nobody in it yet.
+            groups.tidy(|serial| self.killing.iter().any(|killing| killing.serial == serial));
         }
     }
 
     fn signal(&mut self, number: ExecutionNumber, signal: i32) {
-        if self.current(number).is_some_and(|execution| matches!(execution.phase, Phase::Running))
+        if let Some(serial) =
+            self.current(number).filter(|execution| matches!(execution.phase, Phase::Running)).map(|execution| execution.serial)
             && let Some(init) = self.supervisor.ready()
         {
-            let _ = ipc::send(init.socket.as_fd(), &Request::Signal { number, signal }, &[]);
+            let _ = ipc::send(init.socket.as_fd(), &Request::Signal { serial, signal }, &[]);
         }
     }
 
     fn kill(&mut self, number: ExecutionNumber, cause: Option<ExitCause>) {
         let Some(execution) = self.current(number) else { return };
         execution.kill_cause = execution.kill_cause.or(cause);
-        match &mut execution.phase {
+        let (serial, began) = (execution.serial, execution.began);
+        let starting = match &mut execution.phase {
             Phase::Waiting => {
                 self.waiting = None;
-                self.finish(None, Some(libc::SIGKILL), None);
+                return self.finish(None, Some(libc::SIGKILL), None);
             }
-            Phase::Starting { kill } => *kill = true,
-            Phase::Running => {
-                execution.killing = true;
-                self.kill_again();
+            Phase::Starting { killed } => {
+                killed.get_or_insert_with(Instant::now);
+                Some(began)
             }
-            Phase::Ended(_) => {}
+            Phase::Running => None,
+            Phase::Ended(_) => return,
+        };
+        if self.killing.iter().any(|killing| killing.serial == serial) {
+            return;
         }
+        if self.groups.is_none()
+            && let Some(init) = self.supervisor.ready()
+        {
+            // Init does one thing after the other: if it still starts the program, it kills it right after that.
+            let _ = ipc::send(init.socket.as_fd(), &Request::Kill { serial }, &[]);
+        }
+        self.killing.push(Killing { serial, starting });
+        self.kill_again();
     }
 
-    /// Goes on killing what is left of an execution that is to be killed.
+    /// Goes on killing what is left of executions that are to be killed.
     pub(super) fn kill_again(&mut self) {
-        let Some(execution) = self.execution.as_mut().filter(|execution| execution.killing) else { return };
-        let number = execution.number;
-        execution.killing = match (&self.groups, self.supervisor.ready()) {
-            (Some(groups), _) => groups.kill(number),
-            (None, Some(init)) => {
-                let _ = ipc::send(init.socket.as_fd(), &Request::Kill { number }, &[]);
-                false
-            }
-            (None, None) => false,
-        };
+        let Self { groups, killing, .. } = self;
+        killing.retain(|killing| {
+            let left = groups.as_ref().is_some_and(|groups| groups.kill(killing.serial));
+            left || killing.starting.is_some()
+        });
     }
 
     /// Init has ended, and with it every process of the guest.
@@ -357,10 +410,10 @@ impl Agent {
         self.read_init();
         self.supervisor.ended(Instant::now());
         self.restarting = true;
+        self.killing.clear();
         match self.execution.as_ref().map(|execution| &execution.phase) {
             Some(Phase::Running) => self.finish(None, Some(libc::SIGKILL), Some(ExitCause::NamespaceEnded)),
-            Some(Phase::Starting { .. }) => self.start_failed("the sandbox's processes were all killed while it was being started"),
-            _ => {}
+            _ => self.not_started("the sandbox's processes were all killed while it was being started"),
         }
     }
 }

@@ -21,13 +21,14 @@ use nix::{
     },
 };
 use sandboxer_protocol::agent::{
-    AGENT_PROTOCOL_VERSION, AgentConfig, AgentEvent, Enforced, FromAgent, Marker, Stream, ToAgent, ToAgentFrame,
+    AGENT_PROTOCOL_VERSION, AgentConfig, AgentEvent, Enforced, ExecutionNumber, FromAgent, Marker, Stream, ToAgent, ToAgentFrame,
 };
 
 use crate::{
     cgroup::Groups,
     execution::{Execution, Phase, STREAMS},
-    link::Link,
+    ipc::Serial,
+    link::{Heard, Link},
     memory::MemoryWatch,
     setup,
     supervisor::Supervisor,
@@ -43,7 +44,7 @@ const REST: Duration = Duration::from_secs(1);
 /// How often a kill that has no single call for it is repeated.
 const KILL_AGAIN: Duration = Duration::from_millis(5);
 const SCRATCH_BYTES: usize = 64 * 1024;
-/// Frames carried out before output gets its turn.
+/// Frames carried out, and reads, before output gets its turn.
 const FRAMES_A_ROUND: usize = 64;
 
 /// What an event is about.
@@ -71,8 +72,14 @@ pub(crate) struct Agent {
     restarting: bool,
     init_spoke: bool,
     execution: Option<Execution>,
+    /// The highest number that an execution was asked for with.
+    last_number: Option<ExecutionNumber>,
+    /// The serial of the last execution.
+    last_serial: Serial,
     /// What init is to be asked for when it is ready.
     waiting: Option<executions::Waiting>,
+    /// Executions whose processes are to be killed until none is left.
+    killing: Vec<executions::Killing>,
     lingering: Lingering,
     memory: Option<MemoryWatch>,
     scratch: Box<[u8]>,
@@ -89,13 +96,24 @@ impl Agent {
         signals.add(Signal::SIGCHLD);
         sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signals), None)?;
         let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
-        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let link = Link::new(marker)?;
+        let (enforced, groups) = setup::prepare(&config)?;
+        Self::assemble(config, link, children, Supervisor::new(Instant::now()), enforced, groups)
+    }
+
+    fn assemble(
+        config: AgentConfig,
+        link: Link,
+        children: SignalFd,
+        supervisor: Supervisor,
+        enforced: Enforced,
+        groups: Option<Groups>,
+    ) -> io::Result<Self> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let (input, output) = link.descriptors();
         watch(&epoll, input, token::LINK_IN, EpollFlags::EPOLLIN)?;
         watch(&epoll, output, token::LINK_OUT, EpollFlags::EPOLLOUT)?;
         watch(&epoll, children.as_fd(), token::CHILDREN, EpollFlags::EPOLLIN)?;
-        let (enforced, groups) = setup::prepare(&config)?;
         let memory = config.memory_bytes.and_then(MemoryWatch::new);
         Ok(Self {
             enforced: Enforced { memory: memory.is_some(), ..enforced },
@@ -104,11 +122,14 @@ impl Agent {
             link,
             epoll,
             children,
-            supervisor: Supervisor::new(Instant::now()),
+            supervisor,
             restarting: false,
             init_spoke: false,
             execution: None,
+            last_number: None,
+            last_serial: 0,
             waiting: None,
+            killing: Vec::new(),
             lingering: Lingering::default(),
             memory,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
@@ -161,20 +182,22 @@ impl Agent {
     fn round(&mut self) -> bool {
         let now = Instant::now();
         self.keep_init(now);
-        let mut more = false;
-        if self.link.wants_to_read() && !self.link.read(&mut self.scratch) {
-            // Nobody there: as with no client.
-            if let Some(execution) = &mut self.execution {
-                execution.pause();
-            }
-        }
+        let mut more = true;
         for _ in 0..FRAMES_A_ROUND {
-            let Some(event) = self.link.next() else {
-                more |= self.link.wants_to_read();
-                break;
-            };
-            self.carry_out(event);
-            more = true;
+            match self.link.hear(&mut self.scratch) {
+                Heard::Event(event) => self.carry_out(event),
+                Heard::Bytes => {}
+                // Nobody there: as with no client.
+                Heard::Gone => {
+                    if let Some(execution) = &mut self.execution {
+                        execution.pause();
+                    }
+                }
+                Heard::Nothing => {
+                    more = false;
+                    break;
+                }
+            }
         }
         if self.init_spoke {
             self.hear_init();
@@ -197,7 +220,8 @@ impl Agent {
         self.watch_memory(now);
         self.watch_start(now);
         self.kill_again();
-        more
+        // There may be room for answers again, or a read was interrupted; no edge tells of either.
+        more || self.link.wants_to_read()
     }
 
     /// Until when to sleep.
@@ -212,13 +236,13 @@ impl Agent {
         let until = |at: Instant| at.saturating_duration_since(now);
         self.supervisor.retry().map(until).map(&mut at_most);
         self.memory.as_ref().and_then(MemoryWatch::next).map(until).map(&mut at_most);
-        if let Some(execution) = &self.execution {
-            if execution.killing {
-                at_most(KILL_AGAIN);
-            }
-            if execution.busy || matches!(execution.phase, Phase::Starting { .. }) {
-                at_most(REST);
-            }
+        if !self.killing.is_empty() {
+            at_most(KILL_AGAIN);
+        }
+        if let Some(execution) = &self.execution
+            && (execution.busy || matches!(execution.phase, Phase::Starting { .. }))
+        {
+            at_most(REST);
         }
         match sleep {
             None => EpollTimeout::NONE,
@@ -254,6 +278,7 @@ impl Agent {
                     agent: concat!("sandboxer-agent ", env!("CARGO_PKG_VERSION")).to_owned(),
                     enforced: self.enforced,
                     execution: self.execution.as_ref().map(Execution::state),
+                    last_number: self.last_number,
                 };
                 self.link.answer_opening(&nonce, &reply);
             }
@@ -299,7 +324,7 @@ impl Agent {
         let Some(victim) = memory.tick(now, self.supervisor.process().map(|init| init.pid)) else { return };
         if let Some(execution) = self.execution.as_mut().filter(|execution| execution.is_running()) {
             // It is the first process of its group: the oldest one, and it is still there.
-            let main = self.groups.as_ref().and_then(|groups| groups.members(execution.number).into_iter().min());
+            let main = self.groups.as_ref().and_then(|groups| groups.members(execution.serial).into_iter().min());
             if main.is_none_or(|main| main == victim.pid) {
                 execution.out_of_memory = true;
                 return;
@@ -315,3 +340,6 @@ fn token_of(stream: Stream) -> u64 {
         Stream::Stderr => token::STDERR,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -28,7 +28,7 @@ fn execution(detached: DetachedOutput) -> (Execution, File) {
         detached_output: detached,
         note: String::new(),
     };
-    let mut execution = Execution::new(&spec, &config, Instant::now());
+    let mut execution = Execution::new(&spec, 1, &config, Instant::now());
     execution.phase = Phase::Running;
     let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).unwrap();
     execution.output.stdout.connect(read);

@@ -21,16 +21,15 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
     },
 };
-use sandboxer_protocol::agent::ExecutionNumber;
 
 use crate::{
-    ipc::{self, INIT_SOCKET, Report, Request},
+    ipc::{self, INIT_SOCKET, Report, Request, Serial},
     sys::{self, ChildEvent, Ended},
 };
 
 /// The program whose end the agent waits for.
 struct Main {
-    number: ExecutionNumber,
+    serial: Serial,
     pid: i32,
     /// Kept to find the foreground group of its terminal.
     terminal: Option<OwnedFd>,
@@ -89,21 +88,21 @@ impl Init {
     fn serve_one(&mut self) -> io::Result<bool> {
         let Some((request, descriptors)) = ipc::receive::<Request>(self.socket)? else { return Ok(false) };
         match request {
-            Request::Spawn { number, head, group } => match program::start(number, head, group, descriptors) {
+            Request::Spawn { serial, head, group } => match program::start(serial, head, group, descriptors) {
                 Ok(started) => {
                     let terminal: Vec<i32> = started.terminal.iter().map(AsRawFd::as_raw_fd).collect();
-                    self.report(&Report::Started { number }, &terminal)?;
-                    self.main = Some(Main { number, pid: started.pid, terminal: started.terminal });
-                    program::remove_all_but(number);
+                    self.report(&Report::Started { serial }, &terminal)?;
+                    self.main = Some(Main { serial, pid: started.pid, terminal: started.terminal });
+                    program::remove_all_but(serial);
                 }
                 Err(message) => {
                     let message: String = message.chars().take(500).collect();
-                    self.report(&Report::Failed { number, message }, &[])?;
+                    self.report(&Report::Failed { serial, message }, &[])?;
                 }
             },
-            Request::Signal { number, signal } => {
+            Request::Signal { serial, signal } => {
                 if let Some(main) = &self.main
-                    && main.number == number
+                    && main.serial == serial
                 {
                     let foreground = main.terminal.as_ref().and_then(|terminal| sys::foreground_group(terminal.as_fd()).ok());
                     let group = foreground.filter(|group| *group > 1).unwrap_or(main.pid);
@@ -113,9 +112,9 @@ impl Init {
                     }
                 }
             }
-            Request::Kill { number } => {
+            Request::Kill { serial } => {
                 if let Some(main) = &self.main
-                    && main.number == number
+                    && main.serial == serial
                 {
                     tree::kill(main.pid);
                 }
@@ -134,7 +133,7 @@ impl Init {
                     Ended::Code(code) => (Some(code), None),
                     Ended::Signal(signal) => (None, Some(signal)),
                 };
-                self.report(&Report::Exited { number: main.number, code, signal }, &[])?;
+                self.report(&Report::Exited { serial: main.serial, code, signal }, &[])?;
             }
         }
         Ok(())

@@ -13,14 +13,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use sandboxer_protocol::{
-    agent::{ExecutionNumber, Language},
-    limits::MAX_CONTROL_BYTES,
-};
+use sandboxer_protocol::{agent::Language, limits::MAX_CONTROL_BYTES};
 
 use super::root::RUN;
 use crate::{
-    ipc::Program,
+    ipc::{Program, Serial},
     spawn::{Plan, SpawnError, Step, spawn},
     sys::{self, c_string},
 };
@@ -38,7 +35,7 @@ fn base() -> PathBuf {
 }
 
 /// Starts what the request file holds.
-pub(super) fn start(number: ExecutionNumber, head: usize, group: bool, descriptors: Vec<OwnedFd>) -> Result<Started, String> {
+pub(super) fn start(serial: Serial, head: usize, group: bool, descriptors: Vec<OwnedFd>) -> Result<Started, String> {
     let mut descriptors = descriptors.into_iter();
     let mut request = File::from(descriptors.next().ok_or("the request came without its file")?);
     if head > MAX_CONTROL_BYTES {
@@ -61,7 +58,7 @@ pub(super) fn start(number: ExecutionNumber, head: usize, group: bool, descripto
         [input, output, errors] => [input.as_raw_fd(), output.as_raw_fd(), errors.as_raw_fd()],
         _ => return Err("the request came without its descriptors".to_owned()),
     };
-    let script = write_code(number, program.language, &mut request)?;
+    let script = write_code(serial, program.language, &mut request)?;
     let (interpreter, environment) = environment(&program)?;
     let directory = c_string(program.cwd.as_str(), "the working directory")?;
     let path = program.env.get("PATH").map_or(DEFAULT_PATH, String::as_str);
@@ -131,12 +128,12 @@ fn environment(program: &Program) -> Result<(&'static str, Vec<CString>), String
     Ok((interpreter, environment))
 }
 
-fn write_code(number: ExecutionNumber, language: Language, code: &mut File) -> Result<String, String> {
+fn write_code(serial: Serial, language: Language, code: &mut File) -> Result<String, String> {
     let name = match language {
         Language::Python => "main.py",
         Language::Bash => "main.sh",
     };
-    let directory = base().join(number.to_string());
+    let directory = base().join(serial.to_string());
     let path = directory.join(name);
     let start = code.stream_position().map_err(|error| format!("cannot read the code: {error}"))?;
     let mut attempt = || -> io::Result<()> {
@@ -164,8 +161,8 @@ fn write_code(number: ExecutionNumber, language: Language, code: &mut File) -> R
 }
 
 /// Removes the code of earlier executions.
-pub(super) fn remove_all_but(number: ExecutionNumber) {
-    let kept = number.to_string();
+pub(super) fn remove_all_but(serial: Serial) {
+    let kept = serial.to_string();
     let Ok(entries) = fs::read_dir(base()) else { return };
     entries.flatten().filter(|entry| entry.file_name().to_str() != Some(&kept)).for_each(|entry| remove(&entry));
 }

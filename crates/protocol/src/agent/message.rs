@@ -239,6 +239,9 @@ pub enum FromAgent {
         /// What can be limited inside this sandbox.
         enforced: Enforced,
         execution: Option<ExecState>,
+        /// The highest number that an execution was ever asked for with, also if it could not be started: the next one is higher.
+        #[serde(default)]
+        last_number: Option<ExecutionNumber>,
     },
     Started {
         number: ExecutionNumber,

@@ -58,6 +58,7 @@ pub(super) struct Agent {
     pub(super) stdin_window: u64,
     pub(super) disk: Disk,
     pub(super) execution: Option<Execution>,
+    pub(super) last_number: Option<ExecutionNumber>,
     decoder: AgentDecoder,
     out: BytesMut,
     /// A conversation was opened and not cut since.
@@ -73,6 +74,7 @@ impl Agent {
             stdin_window: config.stdin_window_bytes,
             disk: Disk::new(),
             execution: None,
+            last_number: None,
             decoder: AgentDecoder::new(marker),
             out: BytesMut::new(),
             open: false,
@@ -170,6 +172,7 @@ impl Agent {
                         agent: "fake".to_owned(),
                         enforced: Enforced::default(),
                         execution: self.execution.as_ref().map(Execution::state),
+                        last_number: self.last_number,
                     };
                     encode_reply_opening(&mut self.out, &nonce, &reply);
                 }
@@ -196,6 +199,7 @@ impl Agent {
 
     fn execute(&mut self, spec: ExecSpec, code: &[u8]) {
         let number = spec.number;
+        self.last_number = self.last_number.max(Some(number));
         if self.execution.as_ref().is_some_and(|execution| execution.exit.is_none()) {
             return self.say(&FromAgent::StartFailed { number, message: "another execution runs".to_owned() });
         }

@@ -4,7 +4,7 @@ use std::{collections::VecDeque, fs, path::Path, time::Duration};
 
 use bytes::Bytes;
 use sandboxer_agent::{input::Input, window::Window};
-use sandboxer_protocol::agent::{AgentConfig, ExecSpec, Exit, Marker, PerStream, Stream};
+use sandboxer_protocol::agent::{AgentConfig, ExecSpec, ExecutionNumber, Exit, Marker, PerStream, Stream};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
@@ -21,6 +21,8 @@ struct Saved {
     marker: Marker,
     disk: Disk,
     execution: Option<SavedExecution>,
+    #[serde(default)]
+    last_number: Option<ExecutionNumber>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -49,7 +51,7 @@ impl Agent {
     pub(super) fn save(&mut self, into: &Path) -> Result<(), RuntimeError> {
         let failed = |why: String| RuntimeError::Failed { what: "save the sandbox", why };
         let execution = self.execution.as_mut().map(SavedExecution::of);
-        let saved = Saved { marker: self.marker, disk: self.disk.clone(), execution };
+        let saved = Saved { marker: self.marker, disk: self.disk.clone(), execution, last_number: self.last_number };
         let json = serde_json::to_vec(&saved).map_err(|error| failed(error.to_string()))?;
         fs::create_dir_all(into)
             .and_then(|()| fs::write(into.join(FILE), json))
@@ -64,6 +66,7 @@ impl Agent {
         // As in a real one, what the agent was told when it started is part of its memory.
         let mut agent = Self::new(saved.marker, config);
         agent.disk = saved.disk;
+        agent.last_number = saved.last_number;
         agent.execution = saved.execution.map(|execution| execution.into_execution(config));
         Ok(agent)
     }

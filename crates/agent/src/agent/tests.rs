@@ -1,0 +1,270 @@
+//! The agent with a scripted init, and a scripted server.
+
+use std::{fs::File, os::fd::OwnedFd};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use nix::{
+    fcntl::OFlag,
+    sys::socket::{AddressFamily, SockFlag, SockType, socketpair},
+    unistd::pipe2,
+};
+use sandboxer_protocol::agent::{
+    ExecSpec, Exit, ExitCause, FromAgentFrame, Language, Nonce, ServerDecoder, StdinRefusal, encode_exec, encode_opening, encode_to_agent,
+};
+
+use super::*;
+use crate::{
+    ipc::{self, Report, Request},
+    setup::InitProcess,
+};
+
+const NONCE: [u8; 32] = [5; 32];
+
+struct Scripted {
+    agent: Agent,
+    init: OwnedFd,
+    to_agent: File,
+    from_agent: File,
+    decoder: ServerDecoder,
+}
+
+impl Scripted {
+    fn new() -> Self {
+        let config = AgentConfig {
+            marker: String::new(),
+            disk_bytes: 0,
+            disk_inodes: 0,
+            memory_bytes: None,
+            pids: None,
+            output_window_bytes: 4096,
+            stdin_window_bytes: 4096,
+        };
+        let marker = Marker::new([3; 32]);
+        let (ours, init) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK).unwrap();
+        let ((input, to_agent), (from_agent, output)) = (pipe2(OFlag::O_CLOEXEC).unwrap(), pipe2(OFlag::O_CLOEXEC).unwrap());
+        sys::set_nonblocking(from_agent.as_fd()).unwrap();
+        // No process: another test waits for any child of this one's.
+        let supervisor = Supervisor::of(InitProcess { pid: i32::MAX, socket: ours });
+        let children = SignalFd::with_flags(&SigSet::empty(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK).unwrap();
+        let link = Link::over(input, output, marker).unwrap();
+        let agent = Agent::assemble(config, link, children, supervisor, Enforced::default(), None).unwrap();
+        let decoder = ServerDecoder::new(Nonce::new(NONCE));
+        let mut scripted = Self { agent, init, to_agent: to_agent.into(), from_agent: from_agent.into(), decoder };
+        scripted.open();
+        scripted
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        io::Write::write_all(&mut self.to_agent, bytes).unwrap();
+        self.agent.link.readable = true;
+        self.rounds();
+    }
+
+    fn rounds(&mut self) {
+        self.agent.init_spoke = true;
+        while self.agent.round() {}
+    }
+
+    /// Opens a conversation, as another server would, and returns the agent's answer.
+    fn open(&mut self) -> FromAgent {
+        self.decoder = ServerDecoder::new(Nonce::new(NONCE));
+        self.write(&encode_opening(&Marker::new([3; 32]), 1, Nonce::new(NONCE)));
+        let [hello] = <[FromAgent; 1]>::try_from(self.heard()).unwrap();
+        hello
+    }
+
+    fn exec(&mut self, number: u64) {
+        let spec = ExecSpec {
+            number,
+            id: "x".parse().unwrap(),
+            language: Language::Bash,
+            env: Default::default(),
+            cwd: "/".to_owned(),
+            stdin: true,
+            tty: None,
+            detached_output: Default::default(),
+            note: String::new(),
+        };
+        let mut out = BytesMut::new();
+        encode_exec(&mut out, &spec, b"true");
+        self.write(&out);
+    }
+
+    fn send(&mut self, message: &ToAgent) {
+        let mut out = BytesMut::new();
+        encode_to_agent(&mut out, message);
+        self.write(&out);
+    }
+
+    fn kill(&mut self, number: u64, cause: ExitCause) {
+        self.send(&ToAgent::Kill { number, cause: Some(cause) });
+    }
+
+    fn heard(&mut self) -> Vec<FromAgent> {
+        let mut bytes = [0; 4096];
+        while let Ok(count @ 1..) = io::Read::read(&mut self.from_agent, &mut bytes) {
+            self.decoder.buffer().put_slice(&bytes[..count]);
+        }
+        let mut heard = Vec::new();
+        while let Some(frame) = self.decoder.next().unwrap() {
+            match frame {
+                FromAgentFrame::Control(message) => heard.push(message),
+                FromAgentFrame::Output { .. } => {}
+            }
+        }
+        heard
+    }
+
+    /// The end of an execution, with whether it was said to have started before, and nothing else.
+    fn end(&mut self) -> (bool, Exit) {
+        match &self.heard()[..] {
+            [FromAgent::Exited { exit, .. }] => (false, exit.clone()),
+            [FromAgent::Started { .. }, FromAgent::Exited { exit, .. }] => (true, exit.clone()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn asked_of_init(&mut self) -> Option<Request> {
+        ipc::receive(self.init.as_fd()).ok().flatten().map(|(request, _)| request)
+    }
+
+    /// The serial of the program that init is asked to start.
+    fn spawned(&mut self) -> u64 {
+        match self.asked_of_init() {
+            Some(Request::Spawn { serial, .. }) => serial,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn init_says(&mut self, report: &Report) {
+        ipc::send(self.init.as_fd(), report, &[]).unwrap();
+        self.rounds();
+    }
+}
+
+#[test]
+fn a_program_killed_while_it_is_started_ends_by_that() {
+    let mut scripted = Scripted::new();
+    scripted.exec(1);
+    let serial = scripted.spawned();
+    scripted.kill(1, ExitCause::TimedOut);
+    // The first reason counts.
+    scripted.kill(1, ExitCause::ForceKilled);
+    assert!(matches!(scripted.asked_of_init(), Some(Request::Kill { serial: killed }) if killed == serial));
+    assert!(scripted.heard().is_empty());
+    scripted.init_says(&Report::Started { serial });
+    scripted.init_says(&Report::Exited { serial, code: None, signal: Some(9) });
+    let (started, exit) = scripted.end();
+    assert_eq!((started, exit.signal, exit.cause), (true, Some(9), Some(ExitCause::TimedOut)));
+}
+
+#[test]
+fn a_program_killed_while_it_is_started_never_fails_to_start() {
+    let mut scripted = Scripted::new();
+    scripted.exec(1);
+    let serial = scripted.spawned();
+    scripted.kill(1, ExitCause::ForceKilled);
+    scripted.init_says(&Report::Failed { serial, message: "it was killed".to_owned() });
+    let (started, exit) = scripted.end();
+    assert_eq!((started, exit.signal, exit.cause), (false, Some(9), Some(ExitCause::ForceKilled)));
+    assert!(scripted.agent.killing.is_empty());
+    assert!(matches!(scripted.asked_of_init(), Some(Request::Kill { .. })));
+    scripted.exec(2);
+    scripted.spawned();
+    scripted.kill(2, ExitCause::ForceKilled);
+    scripted.agent.namespace_ended();
+    scripted.agent.link.flush();
+    assert_eq!(scripted.end().1.cause, Some(ExitCause::ForceKilled));
+}
+
+#[test]
+fn a_slow_start_that_is_killed_ends_without_init_and_is_killed_when_it_comes() {
+    let mut scripted = Scripted::new();
+    scripted.exec(1);
+    let first = scripted.spawned();
+    scripted.kill(1, ExitCause::TimedOut);
+    let later = |seconds| Instant::now() + Duration::from_secs(seconds);
+    assert!(!scripted.agent.watch_start(later(4)));
+    assert!(scripted.heard().is_empty());
+    assert!(!scripted.agent.watch_start(later(10)), "init is not to blame");
+    let (started, exit) = scripted.end();
+    assert_eq!((started, exit.signal, exit.cause), (false, Some(9), Some(ExitCause::TimedOut)));
+    // What is still being started is no business of the next one's, but it is not forgotten.
+    scripted.exec(2);
+    assert!(matches!(scripted.asked_of_init(), Some(Request::Kill { serial }) if serial == first));
+    let second = scripted.spawned();
+    assert_eq!(scripted.agent.killing.len(), 1);
+    scripted.init_says(&Report::Started { serial: first });
+    scripted.init_says(&Report::Exited { serial: first, code: None, signal: Some(9) });
+    assert!(scripted.heard().is_empty() && scripted.agent.killing.is_empty());
+    scripted.init_says(&Report::Started { serial: second });
+    scripted.init_says(&Report::Exited { serial: second, code: Some(0), signal: None });
+    let (started, exit) = scripted.end();
+    assert_eq!((started, exit.code, exit.cause), (true, Some(0), None));
+    // One that takes for ever is init's fault.
+    scripted.exec(3);
+    scripted.kill(3, ExitCause::TimedOut);
+    assert!(!scripted.agent.watch_start(later(10)));
+    assert!(scripted.agent.watch_start(later(100)));
+}
+
+#[test]
+fn numbers_that_begin_anew_name_nothing_that_was_there_before() {
+    let mut scripted = Scripted::new();
+    scripted.exec(7);
+    let first = scripted.spawned();
+    scripted.init_says(&Report::Failed { serial: first, message: "no".to_owned() });
+    assert!(matches!(&scripted.heard()[..], [FromAgent::StartFailed { number: 7, .. }]));
+    let hello = scripted.open();
+    assert!(matches!(hello, FromAgent::HelloReply { execution: None, last_number: Some(7), .. }), "{hello:?}");
+    scripted.exec(7);
+    assert!(scripted.spawned() > first);
+    // What init says of the earlier one means nothing.
+    scripted.init_says(&Report::Started { serial: first });
+    assert!(scripted.heard().is_empty());
+}
+
+#[test]
+fn what_is_kept_for_the_server_comes_back() {
+    let mut scripted = Scripted::new();
+    scripted.exec(1);
+    let serial = scripted.spawned();
+    scripted.init_says(&Report::Started { serial });
+    scripted.agent.take_input(1, 0, Bytes::from_static(b"abc"));
+    scripted.agent.take_input(1, 5, Bytes::from_static(b"f"));
+    scripted.send(&ToAgent::Resume { number: 1, from: Default::default(), credit: 10, sequence: 4 });
+    scripted.init_says(&Report::Exited { serial, code: Some(0), signal: None });
+    let heard = scripted.heard();
+    assert!(heard.contains(&FromAgent::StdinRefused { number: 1, offset: 5, reason: StdinRefusal::Gap, taken: 3 }), "{heard:?}");
+    assert!(heard.iter().any(|message| matches!(message, FromAgent::Resumed { sequence: 4, .. })), "{heard:?}");
+    for end in [false, true] {
+        let FromAgent::HelloReply { execution: Some(execution), .. } = scripted.open() else { panic!("it is held") };
+        assert_eq!(execution.end_acknowledged, end);
+        scripted.send(&ToAgent::Ack { number: 1, upto: Default::default(), end: true });
+    }
+}
+
+/// Two environments as large as they may be, each byte of which takes six to write.
+#[test]
+fn the_largest_head_passes() {
+    let spec = ExecSpec {
+        number: 1,
+        id: "x".parse().unwrap(),
+        language: Language::Bash,
+        env: (0..2).map(|i| (format!("A{i}"), "\u{1}".repeat(256 * 1024))).collect(),
+        cwd: "/".to_owned(),
+        stdin: true,
+        tty: None,
+        detached_output: Default::default(),
+        note: String::new(),
+    };
+    let mut scripted = Scripted::new();
+    let mut out = BytesMut::new();
+    encode_exec(&mut out, &spec, b"true");
+    for piece in out.chunks(4096) {
+        scripted.write(piece);
+    }
+    let Some(Request::Spawn { head, .. }) = scripted.asked_of_init() else { panic!("not asked: {:?}", scripted.heard()) };
+    assert!(head > 3 << 20 && head <= sandboxer_protocol::limits::MAX_CONTROL_BYTES);
+}
