@@ -299,7 +299,7 @@ impl Driver {
                 Event::Deadline => self.on_deadline(),
                 Event::Ended(end) => Some(Outcome::Died(end)),
             };
-            let outcome = outcome.or_else(|| if self.moment() == Moment::Finishing { None } else { self.take_waiting() });
+            let outcome = outcome.or_else(|| self.take_waiting());
             if let Some(outcome) = outcome {
                 return self.finish(outcome).await;
             }

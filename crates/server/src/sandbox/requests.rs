@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tracing::info;
 
 use super::{
-    admission::{Kind, Refusal, Verdict, admit},
+    admission::{Kind, Moment, Refusal, Verdict, admit},
     client::FromClient,
     delivery::Delivery,
     driver::{Driver, Grace, KILL_ANSWERED, Outcome},
@@ -62,17 +62,29 @@ impl Driver {
         }
     }
 
-    /// Takes the request that waited for the end of an execution to be told, if that is so now.
+    /// Takes the request that waited, if what it waited for has come: the answer to another reconnect, or the end of the last execution.
     pub(super) fn take_waiting(&mut self) -> Option<Outcome> {
-        match self.waiting.take() {
-            Some(request) => self.on_request(request),
-            None => None,
-        }
+        let still = match &self.waiting {
+            None => true,
+            Some(Request::Reconnect(_)) => self.is_resuming(),
+            Some(_) => self.moment() == Moment::Finishing,
+        };
+        if still { None } else { self.waiting.take().and_then(|request| self.on_request(request)) }
+    }
+
+    /// The agent has been asked where output goes on, and has not answered.
+    fn is_resuming(&self) -> bool {
+        self.client.as_ref().and_then(|client| client.delivery.as_ref()).is_some_and(|delivery| !delivery.is_answered())
     }
 
     fn on_request(&mut self, request: Request) -> Option<Outcome> {
         if let Request::Reconnect(offsets) = request {
-            self.reconnect(offsets);
+            // Each is answered, one after the other.
+            if self.is_resuming() {
+                self.waiting = Some(Request::Reconnect(offsets));
+            } else {
+                self.reconnect(offsets);
+            }
             return None;
         }
         if let Request::Execute(execute) = &request
