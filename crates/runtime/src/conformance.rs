@@ -38,6 +38,8 @@ macro_rules! conformance_tests {
             a_program_that_a_signal_ended_says_which,
             input_is_taken_once_and_in_order,
             a_killed_program_says_so,
+            a_program_killed_at_once_says_so,
+            what_the_agent_keeps_for_the_next_server_comes_back,
             a_second_program_finds_the_files_of_the_first,
             output_waits_for_credit,
             a_full_window_blocks_until_it_is_acknowledged,

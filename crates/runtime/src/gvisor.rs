@@ -15,6 +15,7 @@ mod watch;
 use std::{
     collections::HashMap,
     fs, io,
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -30,7 +31,7 @@ use crate::{
     AfterSave, BoxFuture, Ended, HostLimits, Instance, Launch, Runtime, RuntimeError,
     cgroup::SandboxCgroup,
     fifo,
-    process::{Process, processes_of},
+    process::{Process, is_gone, processes_of},
     record::{Phase, Record},
 };
 
@@ -80,7 +81,7 @@ impl GvisorRuntime {
     pub async fn open(options: GvisorOptions) -> Result<Self, RuntimeError> {
         let features = Features::probe(&options.runsc).await.map_err(|error: FindError| RuntimeError::Unavailable(error.to_string()))?;
         let state_dir = std::path::absolute(&options.state_dir).map_err(unavailable(&options.state_dir))?;
-        fs::create_dir_all(&state_dir).map_err(unavailable(&state_dir))?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&state_dir).map_err(unavailable(&state_dir))?;
         let runsc = Runsc::new(options.runsc, Global { root: state_dir.clone(), features });
         Ok(Self {
             runsc,
@@ -183,35 +184,43 @@ impl GvisorRuntime {
         if ended.now().is_some() {
             return Err(RuntimeError::NotFound);
         }
-        // Without the sandbox's ends there is no sandbox.
-        let (to_agent, from_agent) = fifo::open_server_ends(dir).map_err(|_| RuntimeError::NotFound)?;
+        let (to_agent, from_agent) = fifo::open_server_ends(dir).map_err(|error| {
+            // Without the sandbox's ends there is no sandbox.
+            let gone = error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ENXIO);
+            if gone { RuntimeError::NotFound } else { unavailable(dir)(error) }
+        })?;
         Ok(Instance { from_agent: Box::new(from_agent), to_agent: Box::new(to_agent), ended })
     }
 
-    /// The process of a sandbox that an earlier server started.
+    /// The process of a sandbox that an earlier server started. Not found is only what is certainly gone.
     async fn find(&self, id: SandboxId, dir: &Path) -> Result<(Process, SandboxCgroup), RuntimeError> {
-        let record = Record::read(dir);
+        let record = Record::read(dir).map_err(unavailable(dir))?;
         let cgroup = record.as_ref().map_or_else(|| self.limits.cgroup_of(id), |record| record.cgroup.clone());
         match record {
             Some(Record { phase: Phase::Running, process, .. }) => {
-                return Process::find(&process).map(|process| (process, cgroup)).ok_or(RuntimeError::NotFound);
+                let found = Process::find(&process).map_err(unavailable(dir))?;
+                return found.map(|process| (process, cgroup)).ok_or(RuntimeError::NotFound);
             }
             Some(Record { phase: Phase::Starting, process, .. }) => {
-                if let Some(starting) = Process::find(&process) {
+                if let Some(starting) = Process::find(&process).map_err(unavailable(dir))? {
                     // It may wait for a reader of its boot log that was never opened.
                     let _reader = fifo::open_boot_log(dir);
                     if timeout(START_GRACE, starting.ended()).await.is_err() {
-                        return Err(RuntimeError::NotFound);
+                        return Err(RuntimeError::Unavailable(format!("{}: it is still being started", dir.display())));
                     }
                 }
             }
             None => {}
         }
-        let state = self.runsc.state(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("find the sandbox", &error))?;
+        let state =
+            self.runsc.state(&id.to_string(), CALL_LIMIT).await.map_err(|error| {
+                if error.is_not_found() { RuntimeError::NotFound } else { RuntimeError::Unavailable(error.to_string()) }
+            })?;
         if !matches!(state.status, Status::Running | Status::Paused) {
             return Err(RuntimeError::NotFound);
         }
-        let process = Process::open(state.pid).map_err(|_| RuntimeError::NotFound)?;
+        let process =
+            Process::open(state.pid).map_err(|error| if is_gone(&error) { RuntimeError::NotFound } else { unavailable(dir)(error) })?;
         Record::new(Phase::Running, process.identity().clone(), cgroup.clone()).write(dir).ok();
         Ok((process, cgroup))
     }
@@ -230,7 +239,7 @@ impl GvisorRuntime {
             deleted => deleted,
         };
         deleted.map_err(|error| failed(error.to_string()))?;
-        let recorded = Record::read(dir).map(|record| record.cgroup).unwrap_or_default();
+        let recorded = Record::read(dir).map_err(|error| failed(error.to_string()))?.map(|record| record.cgroup).unwrap_or_default();
         for cgroup in [recorded, self.limits.cgroup_of(id)] {
             cgroup.remove().await.map_err(|error| failed(error.to_string()))?;
         }
@@ -310,8 +319,10 @@ impl Runtime for GvisorRuntime {
 }
 
 async fn end_unknown(name: &str, dir: &Path) -> Result<(), String> {
-    let Some(process) = Record::read(dir).filter(|record| record.phase == Phase::Running).and_then(|record| Process::find(&record.process))
-    else {
+    let unsure = |error: io::Error| format!("its process can't be found out: {error}");
+    let record = Record::read(dir).map_err(unsure)?.filter(|record| record.phase == Phase::Running);
+    let process = record.map(|record| Process::find(&record.process)).transpose().map_err(unsure)?.flatten();
+    let Some(process) = process else {
         kill_by_name(name, dir).await;
         return Ok(());
     };

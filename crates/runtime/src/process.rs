@@ -47,9 +47,26 @@ impl Process {
         Ok(Self { identity, pidfd })
     }
 
-    /// The process with that identity, if it is still there.
-    pub(crate) fn find(identity: &Identity) -> Option<Self> {
-        Self::open(identity.pid).ok().filter(|process| process.identity == *identity)
+    /// The process with that identity; none if it is certain that it is gone.
+    ///
+    /// # Errors
+    /// It can't be told now.
+    pub(crate) fn find(identity: &Identity) -> io::Result<Option<Self>> {
+        // Read first: it shows that `/proc` can be read at all, so that what is not in there is not there.
+        if boot_id()? != identity.boot_id {
+            return Ok(None);
+        }
+        let found = match start_time(identity.pid) {
+            // Also if the number is a thread's now, which has no descriptor of this kind.
+            Ok(started) if started != identity.started => return Ok(None),
+            Ok(_) => Self::open(identity.pid),
+            Err(error) => Err(error),
+        };
+        match found {
+            Ok(process) => Ok(Some(process).filter(|process| process.identity == *identity)),
+            Err(error) if is_gone(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     pub(crate) fn identity(&self) -> &Identity {
@@ -74,6 +91,11 @@ impl Process {
             Ok(None) | Err(_) => ProcessEnd::Unknown,
         }
     }
+}
+
+/// Whether an error of [`Process::open`] says that there is no process of that number.
+pub(crate) fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
 }
 
 fn end_of(status: &WaitIdStatus) -> ProcessEnd {
@@ -137,13 +159,15 @@ mod tests {
     async fn the_end_of_a_process_is_noticed_and_its_number_is_not_mistaken() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
-        assert!(Process::find(process.identity()).is_some());
+        assert!(Process::find(process.identity()).unwrap().is_some());
         let other = Identity { started: process.identity().started + 1, ..process.identity().clone() };
-        assert!(Process::find(&other).is_none());
+        assert!(Process::find(&other).unwrap().is_none());
+        let earlier = Identity { boot_id: "another".to_owned(), ..process.identity().clone() };
+        assert!(Process::find(&earlier).unwrap().is_none());
         process.kill();
         tokio::time::timeout(std::time::Duration::from_secs(5), process.ended()).await.unwrap();
         assert_eq!(process.reap(), ProcessEnd::Signalled(9));
-        assert!(Process::find(process.identity()).is_none());
+        assert!(Process::find(process.identity()).unwrap().is_none());
         child.wait().ok();
     }
 

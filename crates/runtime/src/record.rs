@@ -44,9 +44,15 @@ impl Record {
     }
 
     /// None if there is none, or none that can be understood.
-    pub(crate) fn read(dir: &Path) -> Option<Self> {
-        let record: Self = serde_json::from_slice(&fs::read(path(dir)).ok()?).ok()?;
-        (record.version <= VERSION).then_some(record)
+    ///
+    /// # Errors
+    /// There may be one, which can't be read now.
+    pub(crate) fn read(dir: &Path) -> io::Result<Option<Self>> {
+        let json = match fs::read(path(dir)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            json => json?,
+        };
+        Ok(serde_json::from_slice(&json).ok().filter(|record: &Self| record.version <= VERSION))
     }
 
     pub(crate) fn remove(dir: &Path) {
@@ -67,11 +73,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let first = r#"{"version":1,"phase":"running","process":{"pid":7,"started":8,"boot_id":"b"},"cgroup":{"dirs":["/c/x"]},"later":1}"#;
         fs::write(path(dir.path()), first).unwrap();
-        let record = Record::read(dir.path()).unwrap();
+        assert_eq!(Record::read(&dir.path().join("nowhere")).unwrap(), None);
+        let record = Record::read(dir.path()).unwrap().unwrap();
         assert_eq!(record.process.pid, 7);
         record.write(dir.path()).unwrap();
-        assert_eq!(Record::read(dir.path()), Some(record));
+        assert_eq!(Record::read(dir.path()).unwrap(), Some(record));
         fs::write(path(dir.path()), first.replace("\"version\":1", "\"version\":2")).unwrap();
-        assert_eq!(Record::read(dir.path()), None);
+        assert_eq!(Record::read(dir.path()).unwrap(), None);
+        fs::remove_file(path(dir.path())).unwrap();
+        fs::create_dir(path(dir.path())).unwrap();
+        assert!(Record::read(dir.path()).is_err(), "it is there and can't be read");
     }
 }

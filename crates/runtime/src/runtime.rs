@@ -84,7 +84,8 @@ pub trait Runtime: Send + Sync + 'static {
     /// shows in `ended`.
     fn start<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
 
-    /// Takes up a sandbox that an earlier server process started and left running.
+    /// Takes up a sandbox that an earlier server process started and left running. [`RuntimeError::NotFound`] is proof that it is gone; with
+    /// any other error it may still be there.
     fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
 
     /// Saves the sandbox into the empty directory `into`. The sandbox goes on after a failure. With [`AfterSave::Stop`] it has ended

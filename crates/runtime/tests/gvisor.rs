@@ -4,9 +4,10 @@
 
 mod common;
 
-use std::{fs, time::Duration};
+use std::{fs, os::unix::fs::PermissionsExt, time::Duration};
 
 use common::Gvisor;
+use sandboxer_protocol::agent::{ExitCause, FromAgent, ToAgent};
 use sandboxer_runtime::{
     AfterSave, Controller, End, HostLimits, HostResources, Launch, RuntimeError,
     conformance::{Session, Subject},
@@ -56,6 +57,76 @@ async fn a_sandbox_over_the_hosts_memory_limit_is_told_so() {
     let (id, dir) = (session.launch.id, session.launch.dir.clone());
     subject.runtime().remove(id, &dir).await.unwrap();
     assert_eq!(subject.leftovers(id, &dir), Vec::<String>::new());
+}
+
+/// Processes of an earlier execution are neither killed with a later one nor by its number, should that begin anew.
+#[tokio::test]
+async fn what_an_execution_left_in_the_background_outlives_the_kills_of_others() {
+    let subject = Gvisor::new().await;
+    let mut session = Session::start(&subject).await;
+    session.run("sleep 600 & echo $! > /root/background").await;
+    for wait in 0..20 {
+        let number = session.exec("sleep 600").await;
+        tokio::time::sleep(Duration::from_millis(wait / 2)).await;
+        session.send(ToAgent::Kill { number, cause: None }).await;
+        assert_eq!(session.until_exit().await.signal, Some(9));
+    }
+    // A start that fails leaves an agent that holds no execution, so a server that did not listen would begin at 1 again.
+    let failed = session.exec_as("true", |spec| spec.cwd = "/nowhere".to_owned()).await;
+    while !matches!(session.control().await, FromAgent::StartFailed { .. }) {}
+    let runtime = subject.restarted().await;
+    session = session.handed_to(&*runtime, &[]).await;
+    assert!(matches!(session.link.hello, FromAgent::HelloReply { execution: None, last_number: Some(last), .. } if last == failed));
+    let number = session.exec_as("sleep 600", |spec| spec.number = 1).await;
+    session.send(ToAgent::Kill { number, cause: Some(ExitCause::TimedOut) }).await;
+    assert_eq!(session.until_exit().await.cause, Some(ExitCause::TimedOut));
+    assert_eq!(session.run("kill -0 $(cat /root/background) && echo alive").await.0, "alive\n");
+    session.remove(&subject).await;
+}
+
+#[tokio::test]
+async fn the_largest_environment_arrives() {
+    let subject = Gvisor::new().await;
+    let mut session = Session::start(&subject).await;
+    // Two environments of 256 KiB, of bytes that take six each on their way.
+    let value = "\u{1}".repeat(8 * 1024);
+    session
+        .exec_as("echo $(compgen -e V | wc -l) ${#V0} ${#V63}", |spec| spec.env.extend((0..64).map(|i| (format!("V{i}"), value.clone()))))
+        .await;
+    session.allow(1000).await;
+    assert_eq!(session.until_exit().await.code, Some(0));
+    assert_eq!(String::from_utf8_lossy(&session.received.stdout), "64 8192 8192\n");
+    session.remove(&subject).await;
+}
+
+/// Only what is certainly gone may be forgotten.
+#[tokio::test]
+async fn a_sandbox_that_can_not_be_judged_is_not_called_gone() {
+    let subject = Gvisor::new().await;
+    let session = Session::start(&subject).await;
+    // The record is written by the task that waits for runsc, which may still be at it when the agent has answered.
+    let dir = session.launch.dir.clone();
+    let record = dir.join("runtime.json");
+    while !fs::read_to_string(&record).unwrap().contains("running") {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let aside = dir.join("aside");
+    fs::rename(&record, &aside).unwrap();
+    fs::create_dir(&record).unwrap();
+    let runtime = subject.restarted().await;
+    let error = runtime.take_up(session.launch.id, &dir).await.unwrap_err();
+    assert!(matches!(error, RuntimeError::Unavailable(_)), "{error}");
+    assert!(runtime.remove(session.launch.id, &dir).await.is_err());
+    fs::remove_dir(&record).unwrap();
+    fs::rename(&aside, &record).unwrap();
+    runtime.take_up(session.launch.id, &dir).await.unwrap();
+    session.remove(&subject).await;
+}
+
+#[tokio::test]
+async fn nobody_else_may_look_into_the_state_directory() {
+    let subject = Gvisor::new().await;
+    assert_eq!(fs::metadata(subject.state_dir()).unwrap().permissions().mode() & 0o777, 0o700);
 }
 
 /// The names of control sockets are short; state directories need not be.

@@ -89,6 +89,39 @@ pub async fn a_killed_program_says_so(subject: &dyn Subject) {
     session.remove(subject).await;
 }
 
+pub async fn a_program_killed_at_once_says_so(subject: &dyn Subject) {
+    let mut session = Session::start(subject).await;
+    for wait in 0..10 {
+        let number = session.exec("sleep 600").await;
+        tokio::time::sleep(Duration::from_millis(wait)).await;
+        session.send(ToAgent::Kill { number, cause: Some(ExitCause::ForceKilled) }).await;
+        let exit = timeout(AT_ONCE, session.until_exit()).await.expect("it ends at once");
+        assert_eq!((code(&exit), exit.cause), ((None, Some(9)), Some(ExitCause::ForceKilled)));
+    }
+    assert_eq!(session.run("echo still there").await.0, "still there\n");
+    session.remove(subject).await;
+}
+
+pub async fn what_the_agent_keeps_for_the_next_server_comes_back(subject: &dyn Subject) {
+    let mut session = Session::start(subject).await;
+    session.run("echo one").await;
+    for end in [false, true] {
+        let runtime = subject.restarted().await;
+        session = session.handed_to(&*runtime, &[]).await;
+        let FromAgent::HelloReply { execution: Some(execution), last_number, .. } = &session.link.hello else { panic!("no execution") };
+        assert_eq!((execution.end_acknowledged, execution.end.stdout, *last_number), (end, 4, Some(execution.number)));
+        let number = execution.number;
+        session.send(ToAgent::Ack { number, upto: execution.end, end: true }).await;
+        session.settle().await;
+    }
+    session.run("echo two").await;
+    let runtime = subject.restarted().await;
+    session = session.handed_to(&*runtime, &[]).await;
+    let FromAgent::HelloReply { execution: Some(execution), .. } = &session.link.hello else { panic!("no execution") };
+    assert!(!execution.end_acknowledged, "that was another one's");
+    session.remove(subject).await;
+}
+
 pub async fn a_second_program_finds_the_files_of_the_first(subject: &dyn Subject) {
     let mut session = Session::start(subject).await;
     session.run("echo kept > /root/file").await;

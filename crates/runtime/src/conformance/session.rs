@@ -120,10 +120,13 @@ impl Session {
 
     /// Starts a program, with no credit yet.
     pub async fn exec(&mut self, code: &str) -> u64 {
-        self.number += 1;
-        (self.received, self.exit) = (PerStream::default(), None);
-        let spec = ExecSpec {
-            number: self.number,
+        self.exec_as(code, |_| {}).await
+    }
+
+    /// Starts a program as `change` wants it.
+    pub async fn exec_as(&mut self, code: &str, change: impl FnOnce(&mut ExecSpec)) -> u64 {
+        let mut spec = ExecSpec {
+            number: self.number + 1,
             id: ExecutionId::random(),
             language: Language::Bash,
             env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned()), ("HOME".to_owned(), "/root".to_owned())]),
@@ -133,6 +136,9 @@ impl Session {
             detached_output: DetachedOutput::Block,
             note: "of the test".to_owned(),
         };
+        change(&mut spec);
+        self.number = spec.number;
+        (self.received, self.exit) = (PerStream::default(), None);
         self.link.writer.exec(&spec, code.as_bytes()).await.expect("it is sent");
         self.number
     }

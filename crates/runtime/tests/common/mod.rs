@@ -31,6 +31,13 @@ impl Gvisor {
     }
 }
 
+#[allow(dead_code, reason = "not every test that shares this file looks")]
+impl Gvisor {
+    pub(crate) fn state_dir(&self) -> &Path {
+        &self.options.state_dir
+    }
+}
+
 /// A test that failed must not leave its sandboxes running.
 impl Drop for Gvisor {
     fn drop(&mut self) {
