@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use sandboxer_protocol::{SandboxId, client::ErrorCode};
 use tokio::{net::TcpStream, time::timeout};
 use tokio_tungstenite::{
-    MaybeTlsStream, WebSocketStream, client_async_tls_with_config,
+    MaybeTlsStream, WebSocketStream,
     tungstenite::{
         self,
         client::IntoClientRequest,
@@ -46,7 +46,7 @@ pub(crate) struct Attempt {
 pub(crate) struct Connector {
     address: Arc<Address>,
     authorization: Option<HeaderValue>,
-    tls: Option<tokio_tungstenite::Connector>,
+    tls: Option<Tls>,
     timeout: Duration,
 }
 
@@ -88,7 +88,7 @@ impl Connector {
         let _ = tcp.set_nodelay(true);
         let config =
             WebSocketConfig::default().max_message_size(Some(MAX_SERVER_MESSAGE_BYTES)).max_frame_size(Some(MAX_SERVER_MESSAGE_BYTES));
-        match client_async_tls_with_config(request, tcp, Some(config), self.tls.clone()).await {
+        match open(request, tcp, config, self.tls.clone()).await {
             Ok((socket, response)) => Attempt { headers: response.headers().clone(), result: Ok(socket) },
             Err(tungstenite::Error::Http(response)) => {
                 Attempt { headers: response.headers().clone(), result: Err(self.refusal(response.status(), response.body().as_deref())) }
@@ -147,8 +147,38 @@ fn failed(failure: Failure) -> Attempt {
     Attempt { headers: HeaderMap::new(), result: Err(failure) }
 }
 
+type Opened = (Socket, tungstenite::handshake::client::Response);
+
 #[cfg(feature = "tls")]
-fn tls() -> Result<tokio_tungstenite::Connector, Error> {
+type Tls = tokio_tungstenite::Connector;
+
+#[cfg(feature = "tls")]
+async fn open(
+    request: tungstenite::handshake::client::Request,
+    tcp: TcpStream,
+    config: WebSocketConfig,
+    tls: Option<Tls>,
+) -> tungstenite::Result<Opened> {
+    tokio_tungstenite::client_async_tls_with_config(request, tcp, Some(config), tls).await
+}
+
+/// There is none.
+#[cfg(not(feature = "tls"))]
+#[derive(Clone)]
+enum Tls {}
+
+#[cfg(not(feature = "tls"))]
+async fn open(
+    request: tungstenite::handshake::client::Request,
+    tcp: TcpStream,
+    config: WebSocketConfig,
+    _tls: Option<Tls>,
+) -> tungstenite::Result<Opened> {
+    tokio_tungstenite::client_async_with_config(request, MaybeTlsStream::Plain(tcp), Some(config)).await
+}
+
+#[cfg(feature = "tls")]
+fn tls() -> Result<Tls, Error> {
     let mut roots = rustls::RootCertStore::empty();
     let found = rustls_native_certs::load_native_certs();
     let (good, _) = roots.add_parsable_certificates(found.certs);
@@ -167,6 +197,6 @@ fn tls() -> Result<tokio_tungstenite::Connector, Error> {
 }
 
 #[cfg(not(feature = "tls"))]
-fn tls() -> Result<tokio_tungstenite::Connector, Error> {
+fn tls() -> Result<Tls, Error> {
     Err(Error::invalid("This client was built without TLS: use an http:// address, or build it with the feature \"tls\"."))
 }

@@ -26,6 +26,7 @@ use crate::{
     ends::{DriverEnd, UserEnd, Written, ends},
     outage::{Outage, Setback},
     session::{Effect, Found, Identity, Session},
+    watch::{Silence, Watch},
 };
 
 /// How long the last words may take.
@@ -499,52 +500,5 @@ impl Driver {
         {
             live.acknowledge(self.session.input_acknowledged());
         }
-    }
-}
-
-/// Whether the other side is still there.
-struct Watch {
-    ping_after: Duration,
-    dead_after: Duration,
-    heard: Instant,
-    pinged: Option<Instant>,
-    reading: bool,
-}
-
-enum Silence {
-    Bearable,
-    Ping,
-    Dead,
-}
-
-impl Watch {
-    fn new(now: Instant, settings: &Connection) -> Self {
-        Self { ping_after: settings.ping_after, dead_after: settings.dead_after, heard: now, pinged: None, reading: true }
-    }
-
-    fn heard(&mut self, now: Instant) {
-        self.heard = now;
-        self.pinged = None;
-    }
-
-    fn pinged(&mut self, now: Instant) {
-        self.pinged = Some(now);
-    }
-
-    /// Who does not listen can't complain about silence.
-    fn look(&mut self, now: Instant, reading: bool) -> Silence {
-        if !reading || !self.reading {
-            self.heard(now);
-        }
-        self.reading = reading;
-        match self.pinged {
-            Some(at) if now >= at + self.dead_after => Silence::Dead,
-            None if now >= self.heard + self.ping_after => Silence::Ping,
-            _ => Silence::Bearable,
-        }
-    }
-
-    fn deadline(&self) -> Instant {
-        self.pinged.map_or(self.heard + self.ping_after, |at| at + self.dead_after)
     }
 }

@@ -42,6 +42,7 @@ mod outage;
 mod run;
 mod sandbox;
 mod session;
+mod watch;
 
 pub use sandboxer_protocol::{ExecutionId, SandboxId, agent::Stream as OutputStream, client::ErrorCode};
 
