@@ -32,7 +32,8 @@ pub enum Fault {
     Silent(Duration),
 }
 
-/// Gives every connection a random number of bytes, both directions together, and then one of its faults.
+/// Gives every connection a random number of bytes, both directions together, and then one of its faults. Small numbers are as likely
+/// as large ones (their logarithm is even), so that cuts come early and late and something still passes.
 #[derive(Debug)]
 pub struct CutProxy {
     address: SocketAddr,
@@ -113,7 +114,7 @@ struct Line {
 impl Line {
     fn new(shared: Arc<Shared>) -> Self {
         let mut random = shared.random.lock().unwrap();
-        let left = AtomicI64::new(random.random_range(shared.bytes.clone()));
+        let left = AtomicI64::new(log_uniform(&mut random, &shared.bytes));
         let fault = shared.faults[random.random_range(0..shared.faults.len())];
         drop(random);
         Self { shared, left, fault, broken: watch::channel(false).0 }
@@ -167,4 +168,10 @@ impl Line {
         }
         usize::try_from(before).unwrap().min(count)
     }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "a random number of bytes")]
+fn log_uniform(random: &mut StdRng, range: &Range<i64>) -> i64 {
+    let (low, high) = ((range.start as f64).ln(), (range.end as f64).ln());
+    (random.random_range(low..high).exp() as i64).clamp(range.start, range.end - 1)
 }
