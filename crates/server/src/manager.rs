@@ -491,8 +491,9 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
         end = ended.wait() => return Err(end.to_string()),
     };
     match opened {
-        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, .. }, reader, writer, ended }) => {
-            let next_number = execution.as_ref().map_or(0, |execution| execution.number).saturating_add(1);
+        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, last_number, .. }, reader, writer, ended }) => {
+            let last = execution.as_ref().map_or(0, |execution| execution.number).max(last_number.unwrap_or(0));
+            let next_number = last.saturating_add(1);
             let execution = execution.map(Execution::taken_up);
             Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number } })
         }

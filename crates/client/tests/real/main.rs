@@ -5,6 +5,7 @@
 mod affinity;
 mod cli;
 mod exact;
+mod tls;
 
 use std::time::Duration;
 

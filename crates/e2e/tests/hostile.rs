@@ -1,0 +1,239 @@
+//! Guests that try everything hurt nobody but themselves: the server and a neighbour answer, the client has a reason, and the sandbox
+//! goes on or is told to be dead.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::time::{Duration, Instant};
+
+use sandboxer_e2e::{Incoming, Server, Ws, count, http, shared};
+use serde_json::{Value, json};
+
+/// How the attack ended for its client.
+#[derive(Debug)]
+enum Ended {
+    /// With `SANDBOX_EXECUTION_DONE`, and the sandbox goes on.
+    Done(Value, String),
+    /// With `SANDBOX_ERROR`, and the sandbox is gone.
+    Dead(Value),
+}
+
+async fn attack(configuration: Value, language: &str, code: &str) -> (Ws, Ended) {
+    let server = shared();
+    let mut neighbour = Ws::create(server).await;
+    let mut ws = Ws::create_with(server, configuration).await;
+    ws.start(json!({"language": language, "code": code, "timeout": 12})).await;
+    let ended = until_ended(&mut ws).await;
+    answers_within_a_second(server, &mut neighbour).await;
+    match &ended {
+        // Whatever it did to its sandbox, an execution there is answered.
+        Ended::Done(..) => {
+            ws.send(json!({"language": "bash", "code": "echo after", "timeout": 10})).await;
+            until_ended(&mut ws).await;
+        }
+        Ended::Dead(_) => {
+            let mut again = Ws::open(server, &format!("/attach/{}", ws.sandbox_id)).await;
+            again.expect_status("SANDBOX_NOT_FOUND").await;
+            again.expect_close(1011).await;
+        }
+    }
+    answers_within_a_second(server, &mut neighbour).await;
+    (ws, ended)
+}
+
+/// Reads on, however much comes.
+async fn until_ended(ws: &mut Ws) -> Ended {
+    let (mut output, start) = (String::new(), Instant::now());
+    loop {
+        assert!(start.elapsed() < Duration::from_secs(60), "its client waits for ever");
+        let message = match ws.incoming().await {
+            Incoming::Message(message) => message,
+            other => panic!("the connection ended without a reason: {other:?}"),
+        };
+        match (message["event"].as_str().unwrap(), message["status"].as_str()) {
+            ("stdout" | "stderr", _) if output.len() < 100_000 => output += message["data"].as_str().unwrap(),
+            ("stdout" | "stderr", _) => {}
+            (_, Some("SANDBOX_EXECUTION_DONE")) => return Ended::Done(message, output),
+            (_, Some("SANDBOX_ERROR")) => {
+                assert!(message["reason"].is_string(), "{message}");
+                assert_eq!(ws.next().await["event"], "error");
+                ws.expect_close(4000).await;
+                return Ended::Dead(message);
+            }
+            // Timed out, or could not be started in what is left of the sandbox.
+            (_, Some("SANDBOX_EXECUTION_RUNNING" | "SANDBOX_EXECUTION_ERROR")) => {}
+            ("error", _) if message["code"] == "timed_out" => {}
+            ("error", _) => return Ended::Done(message, output),
+            _ => panic!("{message}"),
+        }
+    }
+}
+
+async fn answers_within_a_second(server: &Server, neighbour: &mut Ws) {
+    let start = Instant::now();
+    assert_eq!(server.get("/healthz").status, 200);
+    assert_eq!(http::try_get(server.address(), "/readyz", &[]).unwrap().status, 200);
+    assert_eq!(neighbour.bash("echo neighbour").await.ok(), "neighbour\n");
+    assert!(start.elapsed() < Duration::from_secs(1), "the neighbour took {:?}", start.elapsed());
+}
+
+async fn survives(language: &str, code: &str) -> String {
+    match attack(json!({"limits": {"memory_mb": 512, "pids": 128, "disk_mb": 128}}), language, code).await {
+        (_, Ended::Done(_, output)) => output,
+        (_, Ended::Dead(message)) => panic!("it was not to die of this: {message}"),
+    }
+}
+
+#[tokio::test]
+async fn a_program_that_takes_all_memory_is_killed_with_a_reason_and_its_sandbox_goes_on() {
+    let code = "b = []\nwhile True: b.append(bytearray(16 << 20))";
+    let (mut ws, ended) = attack(json!({"limits": {"memory_mb": 256}}), "python", code).await;
+    let Ended::Done(done, _) = ended else { panic!("{ended:?}") };
+    assert_eq!(done["signal"], "SIGKILL", "{done}");
+    assert!(done["message"].as_str().is_some_and(|message| message.contains("memory")), "{done}");
+    ws.expect_alive().await;
+}
+
+#[tokio::test]
+async fn many_programs_that_take_all_memory_together_do_not_take_the_neighbours() {
+    let code = "
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        b = []
+        while True:
+            b.append(bytearray(8 << 20)); time.sleep(0.01)
+for _ in range(8):
+    try: os.wait()
+    except ChildProcessError: break
+print('survived')
+";
+    attack(json!({"limits": {"memory_mb": 256}}), "python", code).await;
+}
+
+#[tokio::test]
+async fn a_full_disk_is_an_error_of_the_program_and_can_be_emptied() {
+    let output =
+        survives("bash", "dd if=/dev/zero of=/root/full bs=1M count=100000; rm -f /root/full; echo x >/root/again && echo emptied").await;
+    assert!(output.contains("No space left") && output.ends_with("emptied\n"), "{output}");
+}
+
+#[tokio::test]
+async fn empty_files_without_end_meet_a_limit_or_the_clock() {
+    let code = "
+import os, time
+os.mkdir('/root/many'); end = time.time() + 8
+try:
+    i = 0
+    while time.time() < end:
+        os.close(os.open(f'/root/many/{i}', os.O_CREAT | os.O_WRONLY)); i += 1
+    print('clock', i)
+except OSError as e: print('limit', e)
+";
+    assert!(!survives("python", code).await.is_empty());
+}
+
+#[tokio::test]
+async fn tiny_writes_without_end_are_carried_or_held_back() {
+    let code = "import os, time\nend = time.time() + 3\nwhile time.time() < end:\n    for _ in range(1000): os.write(1, b'x')";
+    survives("python", code).await;
+}
+
+#[tokio::test]
+async fn garbage_into_every_descriptor_in_sight_breaks_nothing() {
+    let code = "
+import glob, os
+for path in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/proc/self/fd/*') + [f'/dev/fd/{i}' for i in range(64)]:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fd, os.urandom(4096)); os.close(fd)
+    except OSError: pass
+for fd in range(3, 1024):
+    try: os.write(fd, os.urandom(4096))
+    except OSError: pass
+print('done')
+";
+    assert!(survives("python", code).await.ends_with("done\n"));
+}
+
+#[tokio::test]
+async fn killing_stopping_and_tracing_everything_in_sight_reaches_nobody_else() {
+    survives("bash", "kill -9 -1; kill -STOP 1; kill -9 1; echo still here").await;
+    survives("python", "import os\nfor pid in range(1, 400):\n    for s in (19, 9):\n        if pid != os.getpid():\n            try: os.kill(pid, s)\n            except OSError: pass\nprint('done')").await;
+    let code = "
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for pid in [int(p) for p in os.listdir('/proc') if p.isdigit() and int(p) != os.getpid()]:
+    libc.ptrace(16, pid, 0, 0)
+    try: open(f'/proc/{pid}/mem', 'r+b').read(1)
+    except OSError: pass
+print('done')
+";
+    survives("python", code).await;
+}
+
+#[tokio::test]
+async fn unlinking_and_mounting_over_everything_hurts_only_itself() {
+    survives("bash", "for d in / /proc /dev /tmp /root /usr /bin; do mount -t tmpfs none $d; mount --bind /tmp $d; umount -l $d; done 2>/dev/null; echo done").await;
+    survives("bash", "rm -rf --no-preserve-root / 2>/dev/null; echo done").await;
+}
+
+#[tokio::test]
+async fn opening_all_descriptors_meets_a_limit() {
+    let code = "
+import os
+fds = []
+try:
+    while len(fds) < 300000: fds.append(os.open('/dev/null', os.O_RDONLY))
+    print('opened', len(fds))
+except OSError as e: os.write(1, f'limit {e.errno}\\n'.encode())
+";
+    assert!(survives("python", code).await.contains("limit"));
+}
+
+#[tokio::test]
+async fn a_very_deep_directory_tree_does_no_harm() {
+    let depth = count(5_000, 100_000);
+    let code = format!(
+        "import os\nos.chdir('/root')\ntry:\n    for i in range({depth}): os.mkdir('d'); os.chdir('d')\nexcept OSError as e: print(e)\nprint('deep')"
+    );
+    assert!(survives("python", &code).await.ends_with("deep\n"));
+}
+
+#[tokio::test]
+async fn sockets_of_every_family_reach_nothing() {
+    let port = shared().address().port();
+    let code = format!(
+        "
+import socket
+for family in range(64):
+    for kind in (1, 2, 3, 5, 10):
+        try: socket.socket(family, kind).close()
+        except OSError: pass
+for address in ('127.0.0.1', '::1', '10.0.0.1', '169.254.169.254', '1.1.1.1'):
+    try:
+        socket.create_connection((address, {port}), 1); print('REACHED', address)
+    except OSError: pass
+print('done')
+"
+    );
+    assert_eq!(survives("python", &code).await, "done\n");
+}
+
+#[tokio::test]
+async fn writes_to_proc_and_sys_change_nothing_outside() {
+    let code = "
+import glob, os
+for path in glob.glob('/proc/sys/**', recursive=True) + glob.glob('/sys/**', recursive=True) + ['/proc/sysrq-trigger', '/proc/self/oom_score_adj', '/proc/1/oom_score_adj']:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK); os.write(fd, b'1\\n'); os.close(fd)
+    except OSError: pass
+print('done')
+";
+    assert!(survives("python", code).await.ends_with("done\n"));
+}
+
+#[tokio::test]
+async fn a_setuid_binary_gains_nothing() {
+    let output = survives("bash", "cp /bin/bash /tmp/b; chmod 4755 /tmp/b; chown 0 /tmp/b; setpriv --reuid 1000 --clear-groups /tmp/b -p -c 'cat /proc/self/status | grep CapEff; ls /proc | grep -c \"^1$\"'; echo done").await;
+    assert!(output.ends_with("done\n"), "{output}");
+}
