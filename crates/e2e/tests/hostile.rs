@@ -44,10 +44,11 @@ async fn attack(configuration: Value, language: &str, code: &str) -> (Ws, Ended)
 async fn until_ended(ws: &mut Ws) -> Ended {
     let (mut output, start) = (String::new(), Instant::now());
     loop {
-        assert!(start.elapsed() < Duration::from_secs(60), "its client waits for ever");
-        let message = match ws.incoming().await {
-            Incoming::Message(message) => message,
-            other => panic!("the connection ended without a reason: {other:?}"),
+        let left = Duration::from_secs(60).saturating_sub(start.elapsed());
+        let message = match ws.incoming_within(left).await {
+            Some(Incoming::Message(message)) => message,
+            Some(other) => panic!("the connection ended without a reason: {other:?}"),
+            None => panic!("its client waits for ever"),
         };
         match (message["event"].as_str().unwrap(), message["status"].as_str()) {
             ("stdout" | "stderr", _) if output.len() < 100_000 => output += message["data"].as_str().unwrap(),
@@ -79,6 +80,15 @@ async fn answers_within_a_second(server: &Server, neighbour: &mut Ws) {
 async fn survives(language: &str, code: &str) -> String {
     match attack(json!({"limits": {"memory_mb": 512, "pids": 128, "disk_mb": 128}}), language, code).await {
         (_, Ended::Done(_, output)) => output,
+        (_, Ended::Dead(message)) => panic!("it was not to die of this: {message}"),
+    }
+}
+
+#[tokio::test]
+async fn a_fork_bomb_meets_its_limit() {
+    let code = "f() { f | f & }; f 2>/dev/null; for i in {1..200}; do sleep 5 & done; echo forked; wait";
+    match attack(json!({}), "bash", code).await {
+        (_, Ended::Done(done, output)) => assert!(output.contains("fork") || done["timed_out"] == true, "{done} {output}"),
         (_, Ended::Dead(message)) => panic!("it was not to die of this: {message}"),
     }
 }
@@ -236,4 +246,16 @@ print('done')
 async fn a_setuid_binary_gains_nothing() {
     let output = survives("bash", "cp /bin/bash /tmp/b; chmod 4755 /tmp/b; chown 0 /tmp/b; setpriv --reuid 1000 --clear-groups /tmp/b -p -c 'cat /proc/self/status | grep CapEff; ls /proc | grep -c \"^1$\"'; echo done").await;
     assert!(output.ends_with("done\n"), "{output}");
+}
+
+#[tokio::test]
+async fn a_sandbox_whose_namespace_was_ended_by_its_guest_says_so_and_takes_the_next_execution() {
+    let mut ws = Ws::create(shared()).await;
+    ws.bash("sleep 1000 & :").await;
+    ws.start(json!({"language": "bash", "code": "kill -9 1; sleep 1000", "timeout": 10})).await;
+    let Ended::Done(done, _) = until_ended(&mut ws).await else { panic!("the sandbox is gone") };
+    assert!(done["signal"] == "SIGKILL" || done["timed_out"] == true, "{done}");
+    // Also what earlier executions had left is gone, and the client is told.
+    ws.expect_error("processes_lost").await;
+    assert_eq!(ws.bash("ps ax | grep -c '[s]leep 1000'").await.out(), "0\n");
 }
