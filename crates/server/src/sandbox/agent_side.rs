@@ -1,7 +1,7 @@
 //! What the driver does with frames of the agent.
 
 use sandboxer_protocol::{
-    agent::{ExitCause, FromAgent, FromAgentFrame, PerStream, StdinRefusal},
+    agent::{FromAgent, FromAgentFrame, PerStream, StdinRefusal},
     client::{ErrorCode, ErrorEvent, OffsetsEvent, Resumed, ServerEvent, Status, StdinAck},
 };
 use sandboxer_runtime::{End, link::LinkError};
@@ -12,7 +12,7 @@ use super::{
     client::Outgoing,
     delivery::Delivery,
     driver::{Driver, END_EXPLAINED, Outcome},
-    execution::{Execution, State},
+    execution::State,
 };
 
 const STDIN_FULL: &str = "The program has not read its input, and no more of it is held. Send it again later.";
@@ -94,11 +94,6 @@ impl Driver {
             }
             FromAgent::NamespaceRestarted => {
                 info!("the guest ended its own namespace");
-                let told =
-                    self.execution.as_ref().and_then(Execution::exit).is_some_and(|exit| exit.cause == Some(ExitCause::NamespaceEnded));
-                if told {
-                    return;
-                }
                 let message = "Every process of the sandbox was killed from inside. Its files are kept, and it goes on.";
                 self.tell_error(ErrorCode::ProcessesLost, message);
             }
