@@ -69,12 +69,20 @@ async fn until_ended(ws: &mut Ws) -> Ended {
     }
 }
 
+/// Three tries, since whatever else the machine does may take one: what an attack has left behind takes all of them.
 async fn answers_within_a_second(server: &Server, neighbour: &mut Ws) {
-    let start = Instant::now();
-    assert_eq!(server.get("/healthz").status, 200);
-    assert_eq!(http::try_get(server.address(), "/readyz", &[]).unwrap().status, 200);
-    assert_eq!(neighbour.bash("echo neighbour").await.ok(), "neighbour\n");
-    assert!(start.elapsed() < Duration::from_secs(1), "the neighbour took {:?}", start.elapsed());
+    let mut took = Vec::new();
+    for _ in 0..3 {
+        let start = Instant::now();
+        assert_eq!(server.get("/healthz").status, 200);
+        assert_eq!(http::try_get(server.address(), "/readyz", &[]).unwrap().status, 200);
+        assert_eq!(neighbour.bash("echo neighbour").await.ok(), "neighbour\n");
+        took.push(start.elapsed());
+        if start.elapsed() < Duration::from_secs(1) {
+            return;
+        }
+    }
+    panic!("the neighbour took {took:?}");
 }
 
 async fn survives(language: &str, code: &str) -> String {
