@@ -175,6 +175,15 @@ async fn output_and_input_are_exact_across_cuts() {
 }
 
 #[tokio::test]
+async fn output_and_input_are_exact_across_half_open_and_silent_connections() {
+    let mut client = Exact::start(shared()).await;
+    let faults = [Fault::HalfOpen, Fault::Silent(Duration::from_secs(5))];
+    let proxy = CutProxy::start(shared().address(), seed(), 1_000..2_000_000, &faults).await;
+    client.follow(&proxy, count(4, 40)).await;
+    client.expect_exact();
+}
+
+#[tokio::test]
 async fn reconnecting_where_nothing_was_ever_run_resumes_nothing() {
     let mut ws = Ws::create(shared()).await;
     ws.send(json!({"action": "reconnect"})).await;

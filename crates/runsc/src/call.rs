@@ -135,7 +135,7 @@ impl Runsc {
         let name = name_of(&arguments);
         let mut command = self.command(&[]);
         command.args(arguments);
-        run_to_end(command, name, limit).await
+        Ok(run_to_end(command, name, limit).await?.0)
     }
 
     fn command(&self, more: &[OsString]) -> Command {
@@ -153,15 +153,16 @@ fn name_of(arguments: &[OsString]) -> String {
     arguments.first().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// What the binary answers to a question about itself.
+/// What the binary answers to a question about itself, on either stream: `runsc flags` says it on stderr.
 pub(crate) async fn capture<A: AsRef<OsStr>>(binary: &Path, arguments: &[A], limit: Duration) -> Result<String, CallError> {
     let name = arguments.iter().map(|a| a.as_ref().to_string_lossy()).collect::<Vec<_>>().join(" ");
     let mut command = Command::new(binary);
     command.env_clear().args(arguments);
-    run_to_end(command, name, limit).await
+    let (stdout, stderr) = run_to_end(command, name, limit).await?;
+    Ok(stdout + &stderr)
 }
 
-async fn run_to_end(mut command: Command, name: String, limit: Duration) -> Result<String, CallError> {
+async fn run_to_end(mut command: Command, name: String, limit: Duration) -> Result<(String, String), CallError> {
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -177,7 +178,7 @@ async fn run_to_end(mut command: Command, name: String, limit: Duration) -> Resu
         return Err(CallError::TimedOut { command: name, limit });
     };
     let status = status.map_err(|source| CallError::Spawn { command: name.clone(), source })?;
-    if status.success() { Ok(stdout) } else { Err(CallError::Failed { command: name, status, stdout, stderr }) }
+    if status.success() { Ok((stdout, stderr)) } else { Err(CallError::Failed { command: name, status, stdout, stderr }) }
 }
 
 /// All of a stream is read, so that the writer never blocks; only its beginning is kept.
@@ -204,6 +205,12 @@ mod tests {
     async fn a_call_that_fails_carries_what_it_said() {
         let error = capture(Path::new("/bin/ls"), &["/nowhere"], Duration::from_secs(5)).await.unwrap_err();
         assert!(error.to_string().contains("/nowhere") && matches!(error, CallError::Failed { .. }), "{error}");
+    }
+
+    #[tokio::test]
+    async fn an_answer_counts_on_either_stream() {
+        let answer = capture(Path::new("/bin/sh"), &["-c", "echo out; echo err >&2"], Duration::from_secs(5)).await.unwrap();
+        assert_eq!(answer, "out\nerr\n");
     }
 
     #[tokio::test]
