@@ -18,7 +18,8 @@ use crate::{HostResources, RuntimeError};
 const PARENT: &str = "sandboxer";
 /// Where this process goes in a delegated v2 subtree: a cgroup that has children with limits may hold no process itself.
 const OWN_LEAF: &str = "sandboxer-server";
-/// Shorter than the kernel's default of 100 ms: a program that used up its share on two cores waits 10 ms, not 50.
+/// Shorter than the kernel's default of 100 ms: a program that used up its share on two cores waits 10 ms, not 50. What it left unused
+/// it may use once, so that a short program after a pause is not stopped at all.
 const CPU_PERIOD_US: u64 = 20_000;
 const REMOVE_TRIES: u32 = 100;
 const REMOVE_PAUSE: Duration = Duration::from_millis(5);
@@ -145,7 +146,14 @@ impl HostLimits {
                 fs::create_dir_all(&dir)?;
                 cgroup.dirs.push(dir.clone());
             }
-            limit(&dir, place.version, controller, resources)
+            match controller {
+                Controller::Memory => limit_memory(&dir, place.version, resources.memory_bytes),
+                Controller::Pids => write(&dir.join("pids.max"), &resources.pids_ceiling.unwrap_or(u64::MAX).to_string()),
+                Controller::Cpu => {
+                    cgroup.once_up = cpu_limit(&dir, place.version, resources);
+                    Ok(())
+                }
+            }
         });
         if made.is_err() {
             cgroup.dirs.iter().for_each(|dir| drop(fs::remove_dir(dir)));
@@ -158,7 +166,7 @@ impl HostLimits {
         let mut dirs: Vec<_> =
             Controller::ALL.into_iter().filter_map(|c| self.enforces(c).ok()).map(|dir| dir.join(id.to_string())).collect();
         dirs.dedup();
-        SandboxCgroup { dirs }
+        SandboxCgroup { dirs, once_up: Vec::new() }
     }
 }
 
@@ -166,12 +174,32 @@ impl HostLimits {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SandboxCgroup {
     dirs: Vec<PathBuf>,
+    /// The CPU limit: it is for the guest, not for the start of gVisor, which nobody else's code has a part in.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    once_up: Vec<Setting>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Setting {
+    file: PathBuf,
+    value: String,
+    /// A kernel that does not have it does without.
+    #[serde(default)]
+    optional: bool,
 }
 
 impl SandboxCgroup {
     /// Moves a process in, with all its threads; what it starts from then on is in it too.
     pub(crate) fn join(&self, pid: u32) -> io::Result<()> {
         self.dirs.iter().try_for_each(|dir| write(&dir.join("cgroup.procs"), &pid.to_string()))
+    }
+
+    /// Sets the limits that hold from when the sandbox is up.
+    pub(crate) fn hold(&self) -> io::Result<()> {
+        self.once_up.iter().try_for_each(|setting| match write(&setting.file, &setting.value) {
+            Err(_) if setting.optional => Ok(()),
+            written => written,
+        })
     }
 
     /// Whether the host killed something in it for want of memory.
@@ -208,29 +236,34 @@ fn wanted(resources: &HostResources) -> impl Iterator<Item = Controller> {
     })
 }
 
-fn limit(dir: &Path, version: Version, controller: Controller, resources: &HostResources) -> io::Result<()> {
-    match (controller, version) {
-        (Controller::Memory, _) => {
-            let bytes = resources.memory_bytes.unwrap_or(u64::MAX).to_string();
-            let (file, swap, swap_value) = match version {
-                Version::V1 => ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", bytes.as_str()),
-                Version::V2 => ("memory.max", "memory.swap.max", "0"),
-            };
-            write(&dir.join(file), &bytes)?;
-            // Where swap is not counted there is none, or it can't be limited.
-            write(&dir.join(swap), swap_value).ok();
-            if version == Version::V2 {
-                // A sandbox without one of its processes is no use to anybody.
-                write(&dir.join("memory.oom.group"), "1").ok();
-            }
-            Ok(())
+fn limit_memory(dir: &Path, version: Version, bytes: Option<u64>) -> io::Result<()> {
+    let bytes = bytes.unwrap_or(u64::MAX).to_string();
+    let (file, swap, swap_value) = match version {
+        Version::V1 => ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", bytes.as_str()),
+        Version::V2 => ("memory.max", "memory.swap.max", "0"),
+    };
+    write(&dir.join(file), &bytes)?;
+    // Where swap is not counted there is none, or it can't be limited.
+    write(&dir.join(swap), swap_value).ok();
+    if version == Version::V2 {
+        // A sandbox without one of its processes is no use to anybody.
+        write(&dir.join("memory.oom.group"), "1").ok();
+    }
+    Ok(())
+}
+
+fn cpu_limit(dir: &Path, version: Version, resources: &HostResources) -> Vec<Setting> {
+    let setting = |file: &str, value: String, optional: bool| Setting { file: dir.join(file), value, optional };
+    let quota = quota_us(resources);
+    match version {
+        Version::V1 => vec![
+            setting("cpu.cfs_period_us", CPU_PERIOD_US.to_string(), false),
+            setting("cpu.cfs_quota_us", quota.to_string(), false),
+            setting("cpu.cfs_burst_us", quota.to_string(), true),
+        ],
+        Version::V2 => {
+            vec![setting("cpu.max", format!("{quota} {CPU_PERIOD_US}"), false), setting("cpu.max.burst", quota.to_string(), true)]
         }
-        (Controller::Cpu, Version::V1) => {
-            write(&dir.join("cpu.cfs_period_us"), &CPU_PERIOD_US.to_string())?;
-            write(&dir.join("cpu.cfs_quota_us"), &quota_us(resources).to_string())
-        }
-        (Controller::Cpu, Version::V2) => write(&dir.join("cpu.max"), &format!("{} {CPU_PERIOD_US}", quota_us(resources))),
-        (Controller::Pids, _) => write(&dir.join("pids.max"), &resources.pids_ceiling.unwrap_or(u64::MAX).to_string()),
     }
 }
 
@@ -361,16 +394,29 @@ mod tests {
         assert!(limits.check(&HostResources { cpus: Some(0.0), ..HostResources::default() }).is_err());
     }
 
+    #[test]
+    fn the_cpu_limit_is_for_the_guest_not_for_the_start() {
+        let (dir, limits) = pretend("cpu\n");
+        let id = SandboxId::random();
+        let cgroup = limits.create(id, &HostResources { cpus: Some(0.5), ..HostResources::default() }).unwrap();
+        let max = dir.path().join(PARENT).join(id.to_string()).join("cpu.max");
+        fs::write(&max, "max 100000").unwrap();
+        assert_eq!(serde_json::from_str::<SandboxCgroup>(&serde_json::to_string(&cgroup).unwrap()).unwrap(), cgroup);
+        // No burst here, as with an older kernel.
+        cgroup.hold().unwrap();
+        assert_eq!(fs::read_to_string(&max).unwrap(), "10000 20000");
+    }
+
     #[tokio::test]
     async fn a_kill_for_want_of_memory_is_seen() {
         let dir = tempfile::tempdir().unwrap();
-        let cgroup = SandboxCgroup { dirs: vec![dir.path().to_owned()] };
+        let cgroup = SandboxCgroup { dirs: vec![dir.path().to_owned()], ..SandboxCgroup::default() };
         assert!(!cgroup.ran_out_of_memory());
         fs::write(dir.path().join("memory.events"), "max 9\noom 1\noom_kill 0\n").unwrap();
         assert!(!cgroup.ran_out_of_memory());
         fs::write(dir.path().join("memory.oom_control"), "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n").unwrap();
         assert!(cgroup.ran_out_of_memory());
-        let gone = SandboxCgroup { dirs: vec![dir.path().join("never")] };
+        let gone = SandboxCgroup { dirs: vec![dir.path().join("never")], ..SandboxCgroup::default() };
         gone.remove().await.unwrap();
     }
 }

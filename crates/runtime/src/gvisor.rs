@@ -221,6 +221,7 @@ impl GvisorRuntime {
         }
         let process =
             Process::open(state.pid).map_err(|error| if is_gone(&error) { RuntimeError::NotFound } else { unavailable(dir)(error) })?;
+        cgroup.hold().map_err(unavailable(dir))?;
         Record::new(Phase::Running, process.identity().clone(), cgroup.clone()).write(dir).ok();
         Ok((process, cgroup))
     }

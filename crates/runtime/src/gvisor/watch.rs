@@ -102,6 +102,7 @@ async fn wait_for_start(
 fn take_over(dir: &Path, cgroup: &SandboxCgroup) -> io::Result<Process> {
     let pid = fs::read_to_string(pid_file(dir))?.trim().parse().map_err(io::Error::other)?;
     let process = Process::open(pid)?;
+    cgroup.hold()?;
     Record::new(Phase::Running, process.identity().clone(), cgroup.clone()).write(dir)?;
     Ok(process)
 }
