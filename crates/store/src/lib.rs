@@ -1,8 +1,44 @@
 //! What the persistent volume holds, and the order in which it is written. No HTTP, and nothing of the server.
+//!
+//! A checkpoint is runsc's files, cut into chunks ([`chunker`]) that are named by their content within a tenant, gathered into packs ([`pack`]), and described
+//! by a manifest ([`manifest`]) that carries the restore contract ([`contract`]). [`save`] and [`load`] go between files and packs, [`publish`] says in which
+//! order things become visible. Everything read is hostile input: names are parsed ([`layout`]), lengths bounded, digests checked on every read.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 // The data: chunks, packs, manifests, images.
-pub mod volume;
+pub mod chunker;
+pub mod contract;
+mod error;
+pub mod failpoint;
+mod index;
+pub mod key;
+pub mod layout;
+mod load;
+mod local;
+pub mod manifest;
+mod metadata;
+pub mod pack;
+mod publish;
+mod save;
+mod volume;
 
 // The record of a sandbox and its lease.
+
+pub use contract::{Contract, Host, Mismatch};
+pub use error::{Action, Error, Fault, Result};
+pub use index::ChunkIndex;
+pub use key::VolumeKey;
+pub use layout::{CheckpointName, FileName, ImageDigest, ManifestAt, PackId, SnapshotId, Tenant};
+pub use load::{LoadStats, Loader};
+pub use local::LocalStore;
+pub use manifest::Manifest;
+pub use metadata::{Metadata, SandboxStatus};
+pub use publish::Prepared;
+pub use save::{SaveStats, Saved, Saver, Source};
+pub use volume::Volume;
+
+/// Threads that hash and compress for one save or load.
+fn workers() -> usize {
+    std::thread::available_parallelism().map_or(2, std::num::NonZero::get).min(8)
+}

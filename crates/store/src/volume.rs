@@ -1,1 +1,207 @@
-//! The volume: where everything lies.
+//! The volume: where everything lies, read with bounds and written durably.
+
+use std::path::Path as OsPath;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
+use sandboxer_protocol::SandboxId;
+
+use crate::error::{Error, Fault, Result};
+use crate::failpoint::FailPoints;
+use crate::key::VolumeKey;
+use crate::layout::{self, CheckpointName, ImageDigest, ManifestAt, PackId, SnapshotId, Tenant};
+use crate::local::LocalStore;
+use crate::manifest::{MAX_MANIFEST_BYTES, Manifest};
+use crate::metadata::Metadata;
+
+const MAX_METADATA_BYTES: usize = 1 << 20;
+const MAX_LATEST_BYTES: usize = 256;
+
+/// A handle; cloning is cheap.
+#[derive(Debug, Clone)]
+pub struct Volume {
+    store: Arc<dyn ObjectStore>,
+    key: Option<Arc<VolumeKey>>,
+}
+
+impl Volume {
+    /// The volume in a directory, which has to exist.
+    ///
+    /// # Errors
+    /// It is no directory, or `SANDBOXER_FAILPOINTS` can't be understood.
+    pub fn open_directory(root: &OsPath) -> Result<Self> {
+        let open = || LocalStore::open(root, FailPoints::from_env()?);
+        Ok(Self::on(Arc::new(open().map_err(|source| Error::local("open the volume", root, source))?)))
+    }
+
+    /// The volume on any store whose writes are durable when they return.
+    #[must_use]
+    pub fn on(store: Arc<dyn ObjectStore>) -> Self {
+        Self { store, key: None }
+    }
+
+    /// Everything read has to be authenticated with this key, everything written is.
+    #[must_use]
+    pub fn with_key(mut self, key: VolumeKey) -> Self {
+        self.key = Some(Arc::new(key));
+        self
+    }
+
+    /// For what is written here but not known to this type: the record and its lease.
+    #[must_use]
+    pub fn store(&self) -> &Arc<dyn ObjectStore> {
+        &self.store
+    }
+
+    #[must_use]
+    pub fn key(&self) -> Option<&VolumeKey> {
+        self.key.as_deref()
+    }
+
+    /// # Errors
+    /// [`Error::Exists`] if there is one of that name.
+    pub async fn put_manifest(&self, manifest: &Manifest) -> Result<()> {
+        let bytes = manifest.encode(self.key())?;
+        self.put(&manifest.path(), bytes.into(), PutMode::Create).await
+    }
+
+    /// # Errors
+    /// [`Error::NotFound`], or [`Error::Damaged`] with the check that failed.
+    pub async fn manifest(&self, at: ManifestAt) -> Result<Manifest> {
+        let bytes = self.read(&at.path(), MAX_MANIFEST_BYTES).await?;
+        Manifest::decode(at, &bytes, self.key())
+    }
+
+    /// # Errors
+    /// As [`Volume::manifest`].
+    pub async fn checkpoint(&self, sandbox_id: SandboxId, name: CheckpointName) -> Result<Manifest> {
+        self.manifest(ManifestAt::Checkpoint { sandbox_id, name }).await
+    }
+
+    /// Writes the copy for people and tools. The record decides.
+    ///
+    /// # Errors
+    /// The volume can't be written.
+    pub async fn put_latest(&self, sandbox: SandboxId, name: CheckpointName) -> Result<()> {
+        self.put(&layout::latest(sandbox), format!("{name}\n").into(), PutMode::Overwrite).await
+    }
+
+    /// What `latest` says, for where there is no record.
+    ///
+    /// # Errors
+    /// It holds something else than a name.
+    pub async fn latest(&self, sandbox: SandboxId) -> Result<Option<CheckpointName>> {
+        let path = layout::latest(sandbox);
+        let bytes = match self.read(&path, MAX_LATEST_BYTES).await {
+            Err(Error::NotFound { .. }) => return Ok(None),
+            other => other?,
+        };
+        let name = std::str::from_utf8(&bytes).ok().and_then(|text| text.trim_end().parse().ok());
+        name.map(Some).ok_or_else(|| Error::damaged(&path, Fault::Malformed("it holds no checkpoint's name")))
+    }
+
+    /// # Errors
+    /// The volume can't be written.
+    pub async fn put_metadata(&self, sandbox: SandboxId, metadata: &Metadata) -> Result<()> {
+        let path = layout::metadata(sandbox);
+        let mut bytes = serde_json::to_vec_pretty(metadata).map_err(|error| Error::Invalid(format!("{path}: {error}")))?;
+        bytes.push(b'\n');
+        if bytes.len() > MAX_METADATA_BYTES {
+            return Err(Error::TooLarge { what: path.to_string(), limit: MAX_METADATA_BYTES as u64 });
+        }
+        self.put(&path, bytes.into(), PutMode::Overwrite).await
+    }
+
+    /// # Errors
+    /// [`Error::NotFound`], or it can't be understood.
+    pub async fn metadata(&self, sandbox: SandboxId) -> Result<Metadata> {
+        let path = layout::metadata(sandbox);
+        let bytes = self.read(&path, MAX_METADATA_BYTES).await?;
+        serde_json::from_slice(&bytes).map_err(|error| Error::damaged(&path, Fault::Unreadable(error.to_string())))
+    }
+
+    /// Sandboxes that left anything on the volume, in order.
+    ///
+    /// # Errors
+    /// The volume can't be listed.
+    pub async fn sandboxes(&self) -> Result<Vec<SandboxId>> {
+        let root = Path::default();
+        let listed = self.store.list_with_delimiter(None).await.map_err(|error| Error::volume("list", &root, error))?;
+        let mut ids: Vec<SandboxId> = listed.common_prefixes.iter().filter_map(|dir| dir.filename()?.parse().ok()).collect();
+        ids.sort_unstable();
+        Ok(ids)
+    }
+
+    /// Manifests of a sandbox, oldest first. Not all need be complete checkpoints: those count that the record has named.
+    ///
+    /// # Errors
+    /// The volume can't be listed.
+    pub async fn checkpoints(&self, sandbox: SandboxId) -> Result<Vec<CheckpointName>> {
+        self.names(&layout::checkpoints(sandbox), |name| name.parse().ok()).await
+    }
+
+    /// # Errors
+    /// The volume can't be listed.
+    pub async fn snapshots(&self) -> Result<Vec<SnapshotId>> {
+        self.names(&layout::snapshots(), |name| name.strip_suffix(".img")?.parse().ok()).await
+    }
+
+    /// # Errors
+    /// The volume can't be listed.
+    pub async fn images(&self) -> Result<Vec<ImageDigest>> {
+        self.names(&layout::images(), |name| name.strip_suffix(".img")?.parse().ok()).await
+    }
+
+    /// # Errors
+    /// The volume can't be listed.
+    pub async fn packs(&self, tenant: Tenant) -> Result<Vec<PackId>> {
+        self.names(&layout::packs(tenant), |name| name.strip_suffix(".pack")?.parse().ok()).await
+    }
+
+    async fn names<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>> {
+        let listed = match self.store.list_with_delimiter(Some(dir)).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(Vec::new()),
+            other => other.map_err(|error| Error::volume("list", dir, error))?,
+        };
+        let mut names: Vec<T> = listed.objects.iter().filter_map(|object| parse(object.location.filename()?)).collect();
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    /// Bytes of a pack, `None` if it is not there.
+    pub(crate) async fn pack_bytes(&self, tenant: Tenant, id: PackId) -> Result<Option<u64>> {
+        let path = layout::pack(tenant, id);
+        match self.store.head(&path).await {
+            Ok(about) => Ok(Some(about.size)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::volume("look at", &path, error)),
+        }
+    }
+
+    pub(crate) async fn put(&self, path: &Path, payload: PutPayload, mode: PutMode) -> Result<()> {
+        self.store.put_opts(path, payload, PutOptions::from(mode)).await.map_err(|error| Error::volume("write", path, error))?;
+        Ok(())
+    }
+
+    /// The whole of a file, if it is not larger than `limit`: never more is read than that.
+    pub(crate) async fn read(&self, path: &Path, limit: usize) -> Result<Bytes> {
+        let fail = |error| Error::volume("read", path, error);
+        let got = self.store.get(path).await.map_err(fail)?;
+        let too_large = |found| Error::damaged(path, Fault::TooLarge { found, limit: limit as u64 });
+        if got.meta.size > limit as u64 {
+            return Err(too_large(got.meta.size));
+        }
+        let mut bytes = Vec::with_capacity(usize::try_from(got.meta.size).unwrap_or(0));
+        let mut stream = got.into_stream().boxed();
+        while let Some(piece) = stream.try_next().await.map_err(fail)? {
+            if bytes.len() + piece.len() > limit {
+                return Err(too_large((bytes.len() + piece.len()) as u64));
+            }
+            bytes.extend_from_slice(&piece);
+        }
+        Ok(bytes.into())
+    }
+}

@@ -1,0 +1,195 @@
+//! Loading: from a manifest to the files, every chunk checked, in parallel and with bounded memory.
+
+mod plan;
+#[cfg(test)]
+mod tests;
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::ObjectStoreExt;
+use tokio::sync::Semaphore;
+
+use self::plan::{Span, spans};
+use crate::error::{Error, Fault, Result};
+use crate::index::ChunkIndex;
+use crate::layout;
+use crate::manifest::{Chunk, Manifest};
+use crate::pack::{self, Decoder};
+use crate::volume::Volume;
+
+/// Spans that are fetched while others are decoded.
+const READ_AHEAD: usize = 4;
+const LOADS_AT_ONCE: usize = 2;
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LoadStats {
+    pub raw_bytes: u64,
+    /// Bytes that came from packs.
+    pub read_bytes: u64,
+    pub took: Duration,
+}
+
+/// Loads from one volume. Cloned, they share their bounds.
+#[derive(Debug, Clone)]
+pub struct Loader {
+    volume: Volume,
+    index: ChunkIndex,
+    workers: usize,
+    turns: Arc<Semaphore>,
+}
+
+impl Loader {
+    #[must_use]
+    pub fn new(volume: Volume, index: ChunkIndex) -> Self {
+        Self { volume, index, workers: crate::workers(), turns: Arc::new(Semaphore::new(LOADS_AT_ONCE)) }
+    }
+
+    #[must_use]
+    pub fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// Writes the manifest's files into the directory `into`, which must have none of their names. `limit` bounds their bytes.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] with the pack and the check that failed. What is in the directory then is of no use.
+    pub async fn load(&self, manifest: &Manifest, into: &Path, limit: u64) -> Result<LoadStats> {
+        let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
+        let began = Instant::now();
+        let found = manifest.raw_bytes();
+        if found > limit {
+            return Err(Error::damaged(&manifest.path(), Fault::TooLarge { found, limit }));
+        }
+        let files = create(manifest, into)?;
+        let read_bytes = self.each_span(manifest, Sink::Files(files)).await?;
+        self.index.learn_manifest(manifest);
+        Ok(LoadStats { raw_bytes: found, read_bytes, took: began.elapsed() })
+    }
+
+    /// Reads and checks all that the manifest refers to, and keeps nothing.
+    ///
+    /// # Errors
+    /// As [`Loader::load`].
+    pub async fn check(&self, manifest: &Manifest) -> Result<LoadStats> {
+        let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
+        let began = Instant::now();
+        let read_bytes = self.each_span(manifest, Sink::Nowhere).await?;
+        Ok(LoadStats { raw_bytes: manifest.raw_bytes(), read_bytes, took: began.elapsed() })
+    }
+
+    async fn each_span(&self, manifest: &Manifest, sink: Sink) -> Result<u64> {
+        let work = Arc::new(Work { chunk_key: manifest.tenant().chunk_key(), sink, idle: Mutex::default() });
+        let fetches = stream::iter(spans(manifest)).map(async |span| Ok::<_, Error>((self.fetch(manifest, &span).await?, span)));
+        let decodes = fetches.buffered(READ_AHEAD).map_ok(async |(bytes, span)| {
+            let work = Arc::clone(&work);
+            let length = bytes.len() as u64;
+            let done = tokio::task::spawn_blocking(move || work.decode(&span, &bytes)).await.map_err(|_| Error::Interrupted)?;
+            match done {
+                Ok(()) => Ok(length),
+                Err(Trouble::Chunk { pack, chunk }) => Err(self.diagnose(manifest, pack, Some(chunk)).await),
+                Err(Trouble::Write(error)) => Err(error),
+            }
+        });
+        decodes.try_buffer_unordered(self.workers).try_fold(0, async |sum, length| Ok(sum + length)).await
+    }
+
+    async fn fetch(&self, manifest: &Manifest, span: &Span) -> Result<Bytes> {
+        let Some(pack) = manifest.packs().get(span.pack) else { return Err(Error::Interrupted) };
+        let path = layout::pack(manifest.tenant(), pack.id);
+        let length = span.range.end - span.range.start;
+        match self.volume.store().get_range(&path, span.range.clone()).await {
+            Ok(bytes) if bytes.len() as u64 == length => Ok(bytes),
+            Err(error) if !matches!(error, object_store::Error::NotFound { .. }) => match self.diagnose(manifest, span.pack, None).await {
+                Error::Interrupted => Err(Error::volume("read", &path, error)),
+                damage => Err(damage),
+            },
+            _ => Err(self.diagnose(manifest, span.pack, None).await),
+        }
+    }
+
+    /// What is wrong with a pack of which something could not be read or did not match; [`Error::Interrupted`] if nothing is.
+    async fn diagnose(&self, manifest: &Manifest, number: usize, chunk: Option<Chunk>) -> Error {
+        let Some(expected) = manifest.packs().get(number) else { return Error::Interrupted };
+        let path = layout::pack(manifest.tenant(), expected.id);
+        let needed_by = manifest.at().to_string();
+        let found = match self.volume.pack_bytes(manifest.tenant(), expected.id).await {
+            Ok(Some(found)) => found,
+            Ok(None) => return Error::damaged(&path, Fault::MissingPack { needed_by }),
+            Err(error) => return error,
+        };
+        if found != expected.bytes {
+            return Error::damaged(&path, Fault::TornPack { expected: expected.bytes, found, needed_by });
+        }
+        match self.volume.store().get_range(&path, 0..pack::HEAD_BYTES as u64).await {
+            Ok(head) if head[..] != pack::head(expected.id) => return Error::damaged(&path, Fault::ForeignPack { needed_by }),
+            Ok(_) => {}
+            Err(error) => return Error::volume("read", &path, error),
+        }
+        match chunk {
+            Some(chunk) => {
+                Error::damaged(&path, Fault::Chunk { offset: u64::from(chunk.offset), length: u64::from(chunk.stored), needed_by })
+            }
+            None => Error::Interrupted,
+        }
+    }
+}
+
+fn create(manifest: &Manifest, into: &Path) -> Result<Vec<(File, String)>> {
+    let create = |file: &crate::manifest::FileEntry| {
+        let path = into.join(file.name.as_str());
+        let open = || {
+            let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+            created.set_len(file.bytes)?;
+            Ok(created)
+        };
+        let created = open().map_err(|source| Error::local("create", &path, source))?;
+        Ok((created, path.display().to_string()))
+    };
+    manifest.files().iter().map(create).collect()
+}
+
+enum Sink {
+    Files(Vec<(File, String)>),
+    Nowhere,
+}
+
+enum Trouble {
+    Chunk { pack: usize, chunk: Chunk },
+    Write(Error),
+}
+
+struct Work {
+    chunk_key: [u8; 32],
+    sink: Sink,
+    /// Between spans; as many as there are workers.
+    idle: Mutex<Vec<Decoder>>,
+}
+
+impl Work {
+    fn decode(&self, span: &Span, bytes: &[u8]) -> std::result::Result<(), Trouble> {
+        let broken = |source| Trouble::Write(Error::Local { verb: "start", path: "zstd".into(), source });
+        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut decoder = idle.map_or_else(Decoder::new, Ok).map_err(broken)?;
+        for (chunk, offset) in &span.chunks {
+            let from = (u64::from(chunk.offset) - span.range.start) as usize;
+            let stored = bytes.get(from..from + chunk.stored as usize);
+            let raw = stored
+                .and_then(|stored| decoder.decode(&self.chunk_key, chunk, stored))
+                .ok_or(Trouble::Chunk { pack: span.pack, chunk: *chunk })?;
+            if let Sink::Files(files) = &self.sink
+                && let Some((file, path)) = files.get(span.file)
+            {
+                file.write_all_at(raw, *offset)
+                    .map_err(|source| Trouble::Write(Error::Local { verb: "write", path: path.clone(), source }))?;
+            }
+        }
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(decoder);
+        Ok(())
+    }
+}

@@ -1,0 +1,369 @@
+//! The blocking work on the files of one record. Everything here runs off the async threads.
+
+use std::{
+    fs::{self, DirBuilder, File, OpenOptions},
+    io::{self, ErrorKind, Read as _, Write as _},
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use nix::{libc, sys::statfs};
+use sandboxer_protocol::SandboxId;
+use uuid::Uuid;
+
+use super::{KEEP, Step, StepHook};
+use crate::{
+    failpoint::{FailPoints, Kind, Stage},
+    record::{BadRecord, Codec, MAX_RECORD_BYTES, ReadError, Record, Stored, SwapError, Tag},
+};
+
+const VERSIONS: &str = ".versions";
+const COPY: &str = ".lock";
+const UNFINISHED: &str = ".new";
+/// A copy that is behind for longer was left so by a writer that died.
+const FINISH_AFTER: Duration = Duration::from_secs(5);
+/// Clients of a network filesystem may see a directory as it was this long ago: until then its names stay, so that whoever acts on what
+/// it saw collides with them.
+const STALE_VIEW: Duration = Duration::from_secs(120);
+/// A reader that finds the newest version gone this often in a row reads something else than a record.
+const MAX_TRIES: usize = 64;
+
+pub(super) struct Files {
+    locks: PathBuf,
+    codec: Codec,
+    points: FailPoints,
+    hook: Option<StepHook>,
+    stale_views: bool,
+}
+
+/// What there is of a record, from one listing.
+struct Names {
+    /// In ascending order.
+    versions: Vec<u64>,
+    unfinished: Vec<(u64, PathBuf)>,
+}
+
+impl Names {
+    fn newest(&self) -> Option<u64> {
+        self.versions.last().copied()
+    }
+}
+
+impl Files {
+    pub(super) fn new(locks: PathBuf, codec: Codec, points: FailPoints) -> Self {
+        let stale_views = is_network(&locks);
+        Self { locks, codec, points, hook: None, stale_views }
+    }
+
+    pub(super) fn hooked(&self, hook: StepHook) -> Self {
+        Self { locks: self.locks.clone(), codec: self.codec.clone(), points: self.points.clone(), hook: Some(hook), stale_views: self.stale_views }
+    }
+
+    pub(super) fn versions(&self, id: SandboxId) -> PathBuf {
+        self.locks.join(format!("{id}{VERSIONS}"))
+    }
+
+    fn copy(&self, id: SandboxId) -> PathBuf {
+        self.locks.join(format!("{id}{COPY}"))
+    }
+
+    pub(super) fn read(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
+        let dir = self.versions(id);
+        for _ in 0..MAX_TRIES {
+            let Some(newest) = names(&dir).map_err(unreadable)?.newest() else { return Ok(None) };
+            let Some(file) = open_version(&dir, newest).map_err(unreadable)? else { continue };
+            let record = self.decode(id, newest, &file)?;
+            self.finish_copy(id, newest, &file);
+            return Ok(Some(Stored { record, tag: Tag::default() }));
+        }
+        Err(ReadError::Unavailable("its newest version is gone whenever it is opened".to_owned()))
+    }
+
+    pub(super) fn create(&self, id: SandboxId, first: &Record) -> Result<Stored, SwapError> {
+        follows(0, first)?;
+        let dir = self.versions(id);
+        let unwritten = |error: io::Error| SwapError::Unavailable(error.to_string());
+        make_directory(&dir).map_err(unwritten)?;
+        sync_directory(&self.locks).map_err(unwritten)?;
+        let stored = self.link_next(id, None, first)?;
+        // The copy's name is what makes the sandbox visible to people: durable from the start.
+        sync_directory(&self.locks).map_err(|error| SwapError::Unknown(error.to_string()))?;
+        Ok(stored)
+    }
+
+    pub(super) fn swap(&self, id: SandboxId, expected: &Stored, next: &Record) -> Result<Stored, SwapError> {
+        follows(expected.record.sequence, next)?;
+        self.link_next(id, Some(expected), next)
+    }
+
+    fn link_next(&self, id: SandboxId, expected: Option<&Stored>, next: &Record) -> Result<Stored, SwapError> {
+        let dir = self.versions(id);
+        let bytes = self.codec.encode(id, next)?;
+        self.step(Step::Begun).map_err(|error| SwapError::Unavailable(error.to_string()))?;
+        let there = self.read_back(id)?;
+        let as_expected = match (&there, expected) {
+            (None, None) => true,
+            (Some(there), Some(expected)) => there.is(expected),
+            _ => false,
+        };
+        if !as_expected {
+            return settle(there, next);
+        }
+        let unfinished = dir.join(format!("{}.{}{UNFINISHED}", next.sequence, Uuid::new_v4().simple()));
+        let written = self.write(&unfinished, &bytes).and_then(|()| fs::hard_link(&unfinished, dir.join(version_name(next.sequence))));
+        if let Err(error) = written {
+            let _ = fs::remove_file(&unfinished);
+            return match error.kind() {
+                // Someone was first, or the collection was: then the version is gone with its directory.
+                ErrorKind::AlreadyExists | ErrorKind::NotFound => settle(self.read_back(id)?, next),
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::PermissionDenied => Err(SwapError::Unavailable(error.to_string())),
+                _ => Err(SwapError::Unknown(error.to_string())),
+            };
+        }
+        let unknown = |error: io::Error| SwapError::Unknown(error.to_string());
+        self.step(Step::Linked).map_err(unknown)?;
+        let names = names(&dir).map_err(unknown)?;
+        if names.newest() > Some(next.sequence) {
+            let _ = fs::remove_file(&unfinished);
+            return Err(SwapError::Unknown("overtaken by a later version".to_owned()));
+        }
+        if expected.is_some_and(|expected| !names.versions.contains(&expected.record.sequence)) {
+            let _ = fs::remove_file(dir.join(version_name(next.sequence)));
+            let _ = fs::remove_file(&unfinished);
+            return Err(SwapError::Conflict(None));
+        }
+        sync_directory(&dir).map_err(unknown)?;
+        self.step(Step::Settled).map_err(unknown)?;
+        // From here on the swap has happened, whatever becomes of the copy and of what is old.
+        if fs::rename(&unfinished, self.copy(id)).is_err() {
+            let _ = fs::remove_file(&unfinished);
+        }
+        if self.step(Step::Copied).is_ok() {
+            self.clean(&dir, &names);
+        }
+        Ok(Stored { record: next.clone(), tag: Tag::default() })
+    }
+
+    fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(path)?;
+        belong_to_parent(path, |uid, gid| std::os::unix::fs::fchown(&file, uid, gid))?;
+        file.write_all(bytes)?;
+        self.step(Step::Written)?;
+        file.sync_all()?;
+        self.step(Step::Synced)
+    }
+
+    pub(super) fn remove(&self, id: SandboxId, expected: &Stored) -> Result<(), SwapError> {
+        let there = self.read_back(id)?;
+        match &there {
+            Some(there) if there.is(expected) && there.record.tombstone.is_some() => {}
+            _ => return Err(SwapError::Conflict(there.map(Box::new))),
+        }
+        self.erase(id).map_err(|error| SwapError::Unknown(error.to_string()))
+    }
+
+    /// The copy goes first and last: a writer that was stopped before its rename may have put it there again, until its directory is gone.
+    fn erase(&self, id: SandboxId) -> io::Result<()> {
+        let (dir, copy) = (self.versions(id), self.copy(id));
+        gone(fs::remove_file(&copy))?;
+        for _ in 0..MAX_TRIES {
+            let names = names(&dir)?;
+            for sequence in names.versions {
+                gone(fs::remove_file(dir.join(version_name(sequence))))?;
+            }
+            for (_, path) in names.unfinished {
+                gone(fs::remove_file(path))?;
+            }
+            match fs::remove_dir(&dir) {
+                Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+                other => {
+                    gone(other)?;
+                    break;
+                }
+            }
+        }
+        gone(fs::remove_file(&copy))?;
+        sync_directory(&self.locks)
+    }
+
+    pub(super) fn list(&self, after: Option<SandboxId>, limit: usize) -> Result<Vec<SandboxId>, ReadError> {
+        let mut found = std::collections::BTreeSet::new();
+        for entry in fs::read_dir(&self.locks).map_err(unreadable)? {
+            let name = entry.map_err(unreadable)?.file_name();
+            let id = name.to_str().and_then(|name| name.strip_suffix(VERSIONS)).and_then(|id| id.parse::<SandboxId>().ok());
+            let Some(id) = id.filter(|id| after.is_none_or(|after| *id > after)) else { continue };
+            found.insert(id);
+            if found.len() > limit {
+                found.pop_last();
+            }
+        }
+        Ok(found.into_iter().collect())
+    }
+
+    fn read_back(&self, id: SandboxId) -> Result<Option<Stored>, SwapError> {
+        self.read(id).map_err(|error| match error {
+            ReadError::Unavailable(reason) => SwapError::Unavailable(reason),
+            ReadError::Bad(bad) => SwapError::Bad(bad),
+        })
+    }
+
+    fn decode(&self, id: SandboxId, sequence: u64, file: &File) -> Result<Record, ReadError> {
+        let mut bytes = Vec::new();
+        file.take(MAX_RECORD_BYTES as u64 + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+        let record = self.codec.decode(id, &bytes)?;
+        if record.sequence != sequence {
+            return Err(BadRecord::Malformed(format!("version {sequence} says that it is {}", record.sequence)).into());
+        }
+        Ok(record)
+    }
+
+    /// Puts the copy right for a writer that died before it did.
+    fn finish_copy(&self, id: SandboxId, newest: u64, version: &File) {
+        let Ok(version) = version.metadata() else { return };
+        let copy = self.copy(id);
+        if fs::symlink_metadata(&copy).is_ok_and(|copy| copy.ino() == version.ino()) {
+            return;
+        }
+        let age = version.modified().ok().and_then(|at| SystemTime::now().duration_since(at).ok());
+        if age.is_some_and(|age| age < FINISH_AFTER) {
+            return;
+        }
+        let dir = self.versions(id);
+        let unfinished = dir.join(format!("{newest}.{}{UNFINISHED}", Uuid::new_v4().simple()));
+        if fs::hard_link(dir.join(version_name(newest)), &unfinished).is_ok() && fs::rename(&unfinished, copy).is_err() {
+            let _ = fs::remove_file(&unfinished);
+        }
+    }
+
+    /// Removes what is old, from the lowest up. What can't be removed now is removed by a later writer.
+    fn clean(&self, dir: &Path, names: &Names) {
+        let Some(keep_from) = names.newest().and_then(|newest| (newest + 1).checked_sub(KEEP)) else { return };
+        let newest = if self.stale_views { modified(dir, names.newest()) } else { None };
+        for sequence in names.versions.iter().copied().take_while(|sequence| *sequence < keep_from) {
+            // Both times are the file server's.
+            let age = newest.zip(modified(dir, Some(sequence))).and_then(|(newest, old)| newest.duration_since(old).ok());
+            if self.stale_views && age.is_none_or(|age| age < STALE_VIEW) {
+                break;
+            }
+            let removed = gone(fs::remove_file(dir.join(version_name(sequence)))).is_ok();
+            if !removed || self.step(Step::Cleaned).is_err() {
+                return;
+            }
+        }
+        for (_, path) in names.unfinished.iter().filter(|(sequence, _)| *sequence < keep_from) {
+            let _ = fs::remove_file(path);
+        }
+    }
+
+    fn step(&self, step: Step) -> io::Result<()> {
+        if let Some(hook) = &self.hook {
+            hook(step);
+        }
+        let stage = match step {
+            Step::Begun => Stage::Before,
+            Step::Written => Stage::Written,
+            Step::Synced => Stage::Synced,
+            Step::Linked => Stage::Named,
+            Step::Settled => Stage::After,
+            Step::Copied | Step::Cleaned => return Ok(()),
+        };
+        self.points.hit(Kind::Record, stage)
+    }
+}
+
+fn follows(sequence: u64, next: &Record) -> Result<(), SwapError> {
+    if next.sequence == sequence + 1 {
+        return Ok(());
+    }
+    Err(BadRecord::Malformed("a version must follow the one it replaces".to_owned()).into())
+}
+
+/// A writer that was not the first, unless that was itself.
+fn settle(there: Option<Stored>, wanted: &Record) -> Result<Stored, SwapError> {
+    match there {
+        Some(there) if there.record.sequence == wanted.sequence && there.record.nonce == wanted.nonce => Ok(there),
+        there => Err(SwapError::Conflict(there.map(Box::new))),
+    }
+}
+
+fn version_name(sequence: u64) -> String {
+    format!("{sequence:020}")
+}
+
+fn names(dir: &Path) -> io::Result<Names> {
+    let mut names = Names { versions: Vec::new(), unfinished: Vec::new() };
+    let entries = match fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(names),
+        entries => entries?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else { continue };
+        if let Some(sequence) = name.strip_suffix(UNFINISHED).and_then(|name| name.split('.').next()?.parse().ok()) {
+            names.unfinished.push((sequence, entry.path()));
+        } else if let Some(sequence) = name.parse().ok().filter(|sequence| version_name(*sequence) == name) {
+            names.versions.push(sequence);
+        }
+    }
+    names.versions.sort_unstable();
+    Ok(names)
+}
+
+/// A version, if it is still there. Nothing that a volume may hold in its place blocks or leads elsewhere.
+fn open_version(dir: &Path, sequence: u64) -> io::Result<Option<File>> {
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(dir.join(version_name(sequence)));
+    match opened {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Ok(file) if !file.metadata()?.is_file() => Err(io::Error::new(ErrorKind::InvalidData, "a version is no regular file")),
+        opened => opened.map(Some),
+    }
+}
+
+fn modified(dir: &Path, sequence: Option<u64>) -> Option<SystemTime> {
+    fs::symlink_metadata(dir.join(version_name(sequence?))).and_then(|meta| meta.modified()).ok()
+}
+
+pub(super) fn make_directory(path: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => belong_to_parent(path, |uid, gid| std::os::unix::fs::lchown(path, uid, gid)),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// What root writes on a volume of an ordinary user belongs to that user, so that both can share it and nobody else sees it.
+fn belong_to_parent(path: &Path, give: impl FnOnce(Option<u32>, Option<u32>) -> io::Result<()>) -> io::Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        return Ok(());
+    }
+    let Some(parent) = path.parent() else { return Ok(()) };
+    let parent = fs::metadata(parent)?;
+    match give(Some(parent.uid()), Some(parent.gid())) {
+        // Inside a user namespace root is an ordinary user, and owners that it does not know can't be given anything.
+        Err(error) if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) => Ok(()),
+        given => given,
+    }
+}
+
+fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
+fn gone(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+fn unreadable(error: io::Error) -> ReadError {
+    ReadError::Unavailable(error.to_string())
+}
+
+fn is_network(path: &Path) -> bool {
+    const LOCAL: [statfs::FsType; 5] =
+        [statfs::EXT4_SUPER_MAGIC, statfs::XFS_SUPER_MAGIC, statfs::BTRFS_SUPER_MAGIC, statfs::TMPFS_MAGIC, statfs::OVERLAYFS_SUPER_MAGIC];
+    statfs::statfs(path).is_ok_and(|fs| !LOCAL.contains(&fs.filesystem_type()))
+}

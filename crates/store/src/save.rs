@@ -1,0 +1,286 @@
+//! Saving files: cut, hashed, compressed on a bounded number of threads, and only what is not known written, in packs.
+//!
+//! ```text
+//! workers (blocking threads)                          the caller's task
+//! take the next MiB of the files under a lock
+//! hash each chunk ── known ─────────────────────────┐
+//!   └─ new: compress                                 │
+//! append the MiB's new chunks to the open pack ──────┤ full packs ─► written and synced while the next one fills
+//! note where each chunk lies ◄──────────────────────┘ the last pack; then every pack that is relied upon is looked at
+//! ```
+//!
+//! Memory: [`PACKS_IN_MEMORY`] packs and a few MiB a worker, however large the files.
+
+mod job;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::PutMode;
+use tokio::sync::{Semaphore, mpsc};
+
+use self::job::{FullPack, Job, Piece};
+use crate::contract::{About, Contract};
+use crate::error::{Error, Fault, Result};
+use crate::index::{ChunkIndex, Place, places};
+use crate::layout::{self, FileName, ManifestAt, PackId, Tenant};
+use crate::manifest::{Chunk, ChunkHash, Codec, FileEntry, Manifest, PackRef, file_digest};
+use crate::volume::Volume;
+
+/// One fills while one is written.
+const PACKS_IN_MEMORY: usize = 2;
+/// More would not be faster on the machine's cores, and each holds its packs in memory.
+const SAVES_AT_ONCE: usize = 2;
+const LOOKS_AT_ONCE: usize = 8;
+
+/// A file to save, and what it is called in the checkpoint.
+#[derive(Debug, Clone)]
+pub struct Source {
+    pub name: FileName,
+    pub path: PathBuf,
+}
+
+/// What a save did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SaveStats {
+    /// Bytes of the files.
+    pub raw_bytes: u64,
+    /// Of these, zeros, which cost nothing.
+    pub zero_bytes: u64,
+    /// Of these, already on the volume.
+    pub reused_bytes: u64,
+    /// Bytes of the packs that were written.
+    pub written_bytes: u64,
+    pub packs_written: u64,
+    pub took: Duration,
+}
+
+/// Data that is durable in packs and has no name yet.
+#[derive(Debug)]
+#[must_use]
+pub struct Saved {
+    pub(crate) tenant: Tenant,
+    pub(crate) packs: Vec<PackRef>,
+    pub(crate) files: Vec<FileEntry>,
+    pub(crate) chunks: Vec<Chunk>,
+    pub stats: SaveStats,
+    /// Packs that it did not write itself: what collection must leave alone until the manifest is there.
+    pub relied_on: Vec<PackId>,
+}
+
+impl Saved {
+    /// The manifest of a checkpoint or snapshot.
+    ///
+    /// # Errors
+    /// The contract is too large, or not of that place.
+    pub fn describe(&self, at: ManifestAt, contract: Contract) -> Result<Manifest> {
+        self.manifest(at, About::Sandbox(Box::new(contract)))
+    }
+
+    pub(crate) fn manifest(&self, at: ManifestAt, about: About) -> Result<Manifest> {
+        Manifest::new(at, about, self.tenant, self.packs.clone(), self.files.clone(), self.chunks.clone())
+    }
+}
+
+/// Saves to one volume. Cloned, they share their bounds and what they know.
+#[derive(Debug, Clone)]
+pub struct Saver {
+    volume: Volume,
+    index: ChunkIndex,
+    workers: usize,
+    turns: Arc<Semaphore>,
+}
+
+impl Saver {
+    #[must_use]
+    pub fn new(volume: Volume, index: ChunkIndex) -> Self {
+        Self { volume, index, workers: crate::workers(), turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)) }
+    }
+
+    /// Makes the files' data durable on the volume. `parents`: manifests whose chunks may be there already. If this is dropped, the workers end soon; packs that
+    /// they had written stay unreferenced.
+    ///
+    /// # Errors
+    /// A file can't be read or the volume not written; nothing that anyone reads has changed then.
+    pub async fn save(&self, tenant: Tenant, sources: &[Source], parents: &[&Manifest]) -> Result<Saved> {
+        let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
+        let began = Instant::now();
+        let mut known: HashMap<ChunkHash, Place> = HashMap::new();
+        for parent in parents.iter().filter(|parent| parent.tenant() == tenant) {
+            known.extend(places(parent));
+        }
+        let mut written = HashMap::new();
+        let mut attempt = self.attempt(tenant, sources, known, &mut written).await?;
+        let mut gone = self.missing(tenant, &mut attempt, &written).await?;
+        if !gone.is_empty() {
+            // Collected, or lost, since they became known. What was just written is still good.
+            self.index.forget(&gone);
+            let mut known = std::mem::take(&mut attempt.known);
+            known.retain(|_, place| !gone.contains(&place.pack));
+            attempt = self.attempt(tenant, sources, known, &mut written).await?;
+            gone = self.missing(tenant, &mut attempt, &written).await?;
+        }
+        if let Some(id) = gone.into_iter().next() {
+            return Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() }));
+        }
+        let mut saved = attempt.finish(tenant, sources, &written)?;
+        saved.stats.took = began.elapsed();
+        self.index.learn(tenant, saved.places());
+        Ok(saved)
+    }
+
+    async fn attempt(
+        &self,
+        tenant: Tenant,
+        sources: &[Source],
+        known: HashMap<ChunkHash, Place>,
+        written: &mut HashMap<PackId, u64>,
+    ) -> Result<Attempt> {
+        let open = |source: &Source| {
+            File::open(&source.path).map_err(|error| Error::local("open", &source.path, error)).map(|file| (file, source.path.clone()))
+        };
+        let files = sources.iter().map(open).collect::<Result<Vec<_>>>()?;
+        let job = Arc::new(Job::new(tenant, files, known, self.index.clone()));
+        let stop = StopOnDrop(&job);
+        let (full, packs) = mpsc::channel(PACKS_IN_MEMORY);
+        let workers: Vec<_> = (0..self.workers)
+            .map(|_| {
+                let (job, full) = (Arc::clone(&job), full.clone());
+                tokio::task::spawn_blocking(move || job.work(&full).inspect_err(|_| job.stop()))
+            })
+            .collect();
+        drop(full);
+        let uploads = stream::unfold(packs, async |mut packs| Some((packs.recv().await?, packs)));
+        let uploaded: Result<Vec<_>> = uploads.map(|pack| self.upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY).try_collect().await;
+        if uploaded.is_err() {
+            job.stop();
+        }
+        let mut worked = Ok(());
+        for worker in workers {
+            match worker.await.map_err(|_| Error::Interrupted).flatten() {
+                // Another's error made it stop.
+                Err(Error::Interrupted) if worked.is_err() => {}
+                Err(error) => worked = Err(error),
+                Ok(()) => {}
+            }
+        }
+        written.extend(uploaded?);
+        worked?;
+        if let Some(last) = job.last_pack() {
+            written.extend([self.upload(tenant, last).await?]);
+        }
+        drop(stop);
+        let (pieces, known) = job.results();
+        Ok(Attempt { pieces, known, relied: HashMap::new() })
+    }
+
+    async fn upload(&self, tenant: Tenant, pack: FullPack) -> Result<(PackId, u64)> {
+        let FullPack { id, bytes, permit } = pack;
+        let (path, length) = (layout::pack(tenant, id), bytes.len() as u64);
+        match self.volume.put(&path, bytes.into(), PutMode::Create).await {
+            // The name is random: only this very write, its reply lost, can have made it.
+            Err(Error::Exists { .. }) if self.volume.pack_bytes(tenant, id).await? == Some(length) => {}
+            other => other?,
+        }
+        drop(permit);
+        Ok((id, length))
+    }
+
+    /// Looks at every pack that was there before; tells which are not.
+    async fn missing(&self, tenant: Tenant, attempt: &mut Attempt, written: &HashMap<PackId, u64>) -> Result<HashSet<PackId>> {
+        let used: HashSet<PackId> = attempt.pieces.iter().filter_map(|piece| piece.place.map(|place| place.pack)).collect();
+        let relied = used.into_iter().filter(|id| !written.contains_key(id));
+        let looks = stream::iter(relied).map(async |id| Ok::<_, Error>((id, self.volume.pack_bytes(tenant, id).await?)));
+        let sizes: Vec<(PackId, Option<u64>)> = looks.buffer_unordered(LOOKS_AT_ONCE).try_collect().await?;
+        let mut gone = HashSet::new();
+        for (id, bytes) in sizes {
+            let long_enough = |bytes: &u64| attempt.end_of(id) <= *bytes;
+            match bytes.filter(long_enough) {
+                Some(bytes) => drop(attempt.relied.insert(id, bytes)),
+                None => drop(gone.insert(id)),
+            }
+        }
+        Ok(gone)
+    }
+}
+
+/// One pass over the files.
+struct Attempt {
+    pieces: Vec<Piece>,
+    known: HashMap<ChunkHash, Place>,
+    relied: HashMap<PackId, u64>,
+}
+
+impl Attempt {
+    /// How long the pack must be at least.
+    fn end_of(&self, id: PackId) -> u64 {
+        let places = self.pieces.iter().filter_map(|piece| piece.place).filter(|place| place.pack == id);
+        places.map(|place| u64::from(place.offset) + u64::from(place.stored)).max().unwrap_or(0)
+    }
+
+    fn finish(self, tenant: Tenant, sources: &[Source], written: &HashMap<PackId, u64>) -> Result<Saved> {
+        let mut stats = SaveStats { written_bytes: written.values().sum(), packs_written: written.len() as u64, ..SaveStats::default() };
+        let (mut packs, mut numbers) = (Vec::new(), HashMap::new());
+        let mut chunks = Vec::with_capacity(self.pieces.len());
+        let mut files = Vec::with_capacity(sources.len());
+        let mut pieces = self.pieces.into_iter().peekable();
+        for (number, source) in sources.iter().enumerate() {
+            let (first, mut bytes) = (chunks.len(), 0);
+            while let Some(piece) = pieces.next_if(|piece| piece.file == number) {
+                bytes += u64::from(piece.raw);
+                let Some(place) = piece.place else {
+                    stats.zero_bytes += u64::from(piece.raw);
+                    chunks.push(Chunk { hash: ChunkHash::ZERO, pack: 0, offset: 0, stored: 0, raw: piece.raw, codec: Codec::Zero });
+                    continue;
+                };
+                if piece.reused {
+                    stats.reused_bytes += u64::from(piece.raw);
+                }
+                let bytes = written.get(&place.pack).or_else(|| self.relied.get(&place.pack)).copied().ok_or(Error::Interrupted)?;
+                let pack = *numbers.entry(place.pack).or_insert_with(|| {
+                    packs.push(PackRef { id: place.pack, bytes });
+                    packs.len() - 1
+                });
+                let pack =
+                    u32::try_from(pack).map_err(|_| Error::TooLarge { what: "the list of packs".into(), limit: u64::from(u32::MAX) })?;
+                chunks.push(Chunk {
+                    hash: piece.hash,
+                    pack,
+                    offset: place.offset,
+                    stored: place.stored,
+                    raw: place.raw,
+                    codec: place.codec,
+                });
+            }
+            let own = &chunks[first..];
+            let count =
+                u32::try_from(own.len()).map_err(|_| Error::TooLarge { what: "the list of chunks".into(), limit: u64::from(u32::MAX) })?;
+            files.push(FileEntry { name: source.name.clone(), bytes, chunks: count, digest: file_digest(own) });
+            stats.raw_bytes += bytes;
+        }
+        Ok(Saved { tenant, packs, files, chunks, stats, relied_on: self.relied.into_keys().collect() })
+    }
+}
+
+impl Saved {
+    fn places(&self) -> impl Iterator<Item = (ChunkHash, Place)> {
+        self.chunks.iter().filter(|chunk| chunk.codec != Codec::Zero).map(|chunk| {
+            let pack = self.packs[chunk.pack as usize].id;
+            (chunk.hash, Place { pack, offset: chunk.offset, stored: chunk.stored, raw: chunk.raw, codec: chunk.codec })
+        })
+    }
+}
+
+struct StopOnDrop<'a>(&'a Job);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}

@@ -1,0 +1,278 @@
+//! One pass over the files by several threads.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+
+use super::PACKS_IN_MEMORY;
+use crate::chunker::{self, PAGE};
+use crate::error::{Error, Result};
+use crate::index::{ChunkIndex, Place};
+use crate::layout::{PackId, Tenant};
+use crate::manifest::{ChunkHash, Codec};
+use crate::pack::{self, Encoder};
+
+/// What a worker takes at once: several of the longest chunks.
+const BATCH: usize = 1 << 20;
+
+/// A chunk of a file, and where it lies; nowhere if it is zeros.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece {
+    pub(super) file: usize,
+    offset: u64,
+    pub(super) hash: ChunkHash,
+    pub(super) raw: u32,
+    pub(super) place: Option<Place>,
+    pub(super) reused: bool,
+}
+
+/// A pack ready to be written. Its permit is its place in memory.
+pub(super) struct FullPack {
+    pub(super) id: PackId,
+    pub(super) bytes: Bytes,
+    pub(super) permit: OwnedSemaphorePermit,
+}
+
+struct OpenPack {
+    id: PackId,
+    bytes: Vec<u8>,
+    permit: OwnedSemaphorePermit,
+}
+
+impl OpenPack {
+    fn close(self) -> FullPack {
+        FullPack { id: self.id, bytes: self.bytes.into(), permit: self.permit }
+    }
+}
+
+pub(super) struct Job {
+    tenant: Tenant,
+    chunk_key: [u8; 32],
+    reader: Mutex<Reader>,
+    known: Mutex<HashMap<ChunkHash, Place>>,
+    index: ChunkIndex,
+    open: Mutex<Option<OpenPack>>,
+    pieces: Mutex<Vec<Piece>>,
+    stopped: AtomicBool,
+    memory: Arc<Semaphore>,
+    runtime: Handle,
+}
+
+impl Job {
+    /// Within a runtime.
+    pub(super) fn new(tenant: Tenant, files: Vec<(File, PathBuf)>, known: HashMap<ChunkHash, Place>, index: ChunkIndex) -> Self {
+        Self {
+            tenant,
+            chunk_key: tenant.chunk_key(),
+            reader: Mutex::new(Reader { files, file: 0, offset: 0 }),
+            known: Mutex::new(known),
+            index,
+            open: Mutex::new(None),
+            pieces: Mutex::default(),
+            stopped: AtomicBool::new(false),
+            memory: Arc::new(Semaphore::new(PACKS_IN_MEMORY)),
+            runtime: Handle::current(),
+        }
+    }
+
+    /// The workers end at their next step.
+    pub(super) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+        self.memory.close();
+    }
+
+    /// A worker, until the files are at their end.
+    pub(super) fn work(&self, full: &mpsc::Sender<FullPack>) -> Result<()> {
+        let mut encoder = Encoder::new().map_err(|source| Error::Local { verb: "start", path: "zstd".into(), source })?;
+        let mut buffer = vec![0; BATCH];
+        let mut batch = Batch::default();
+        loop {
+            if self.stopped.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            let Some(taken) = lock(&self.reader).take(&mut buffer)? else { return Ok(()) };
+            batch.clear();
+            let mut at = 0;
+            for length in taken.lengths {
+                let raw = &buffer[at..at + length];
+                batch.pieces.push(self.piece(&taken.of, at, raw, &mut encoder, &mut batch.encoded, &mut batch.new)?);
+                at += length;
+            }
+            self.append(&mut batch, full)?;
+            lock(&self.pieces).append(&mut batch.pieces);
+        }
+    }
+
+    /// Looks at one chunk; if it is new, its stored form goes behind `encoded`.
+    fn piece(&self, of: &Origin, at: usize, raw: &[u8], encoder: &mut Encoder, encoded: &mut Vec<u8>, new: &mut Vec<New>) -> Result<Piece> {
+        let mut piece = Piece {
+            file: of.file,
+            offset: of.offset + at as u64,
+            hash: ChunkHash::ZERO,
+            raw: u32::try_from(raw.len()).unwrap_or(u32::MAX),
+            place: None,
+            reused: true,
+        };
+        if is_zero(raw) {
+            return Ok(piece);
+        }
+        piece.hash = ChunkHash::of(&self.chunk_key, raw);
+        // Not with the lock of the shared one inside that of our own.
+        let own = lock(&self.known).get(&piece.hash).copied();
+        piece.place = own.or_else(|| self.index.find(self.tenant, &piece.hash)).filter(|place| place.raw == piece.raw);
+        if piece.place.is_none() {
+            let (codec, stored) =
+                encoder.encode(raw).map_err(|source| Error::Local { verb: "compress", path: "a chunk".into(), source })?;
+            new.push(New { at: encoded.len(), length: stored.len(), codec });
+            encoded.extend_from_slice(stored);
+            piece.reused = false;
+        }
+        Ok(piece)
+    }
+
+    /// Puts the new chunks of a batch into the open pack, together, so that they can be read together.
+    fn append(&self, batch: &mut Batch, full: &mpsc::Sender<FullPack>) -> Result<()> {
+        if batch.encoded.is_empty() {
+            return Ok(());
+        }
+        let mut open = lock(&self.open);
+        if open.as_ref().is_some_and(|pack| pack.bytes.len() + batch.encoded.len() > pack::TARGET_BYTES)
+            && let Some(pack) = open.take()
+        {
+            full.blocking_send(pack.close()).map_err(|_| Error::Interrupted)?;
+        }
+        let pack = match &mut *open {
+            Some(pack) => pack,
+            none => none.insert(self.new_pack()?),
+        };
+        let base = pack.bytes.len();
+        pack.bytes.extend_from_slice(&batch.encoded);
+        let id = pack.id;
+        drop(open);
+
+        let mut known = lock(&self.known);
+        let new_pieces = batch.pieces.iter_mut().filter(|piece| !piece.reused);
+        for (piece, new) in new_pieces.zip(&batch.new) {
+            // Both are below the size of a pack.
+            let place = Place { pack: id, offset: (base + new.at) as u32, stored: new.length as u32, raw: piece.raw, codec: new.codec };
+            piece.place = Some(place);
+            known.insert(piece.hash, place);
+        }
+        Ok(())
+    }
+
+    /// Waits until there is room in memory.
+    fn new_pack(&self) -> Result<OpenPack> {
+        let permit = self.runtime.block_on(Arc::clone(&self.memory).acquire_owned()).map_err(|_| Error::Interrupted)?;
+        let id = PackId::random();
+        let mut bytes = Vec::with_capacity(pack::TARGET_BYTES);
+        bytes.extend_from_slice(&pack::head(id));
+        Ok(OpenPack { id, bytes, permit })
+    }
+
+    pub(super) fn last_pack(&self) -> Option<FullPack> {
+        lock(&self.open).take().map(OpenPack::close)
+    }
+
+    /// The chunks in the order of the files, and all that is known now.
+    pub(super) fn results(&self) -> (Vec<Piece>, HashMap<ChunkHash, Place>) {
+        let mut pieces = std::mem::take(&mut *lock(&self.pieces));
+        pieces.sort_unstable_by_key(|piece| (piece.file, piece.offset));
+        (pieces, std::mem::take(&mut *lock(&self.known)))
+    }
+}
+
+struct New {
+    at: usize,
+    length: usize,
+    codec: Codec,
+}
+
+#[derive(Default)]
+struct Batch {
+    pieces: Vec<Piece>,
+    encoded: Vec<u8>,
+    new: Vec<New>,
+}
+
+impl Batch {
+    fn clear(&mut self) {
+        self.pieces.clear();
+        self.encoded.clear();
+        self.new.clear();
+    }
+}
+
+struct Origin {
+    file: usize,
+    offset: u64,
+}
+
+struct Taken {
+    of: Origin,
+    lengths: Vec<usize>,
+}
+
+/// Where the files are read, each from its start to its end.
+struct Reader {
+    files: Vec<(File, PathBuf)>,
+    file: usize,
+    offset: u64,
+}
+
+impl Reader {
+    /// The next whole chunks into `buffer`. What is left of it belongs to a chunk that is read again with its end.
+    fn take(&mut self, buffer: &mut [u8]) -> Result<Option<Taken>> {
+        while let Some((file, path)) = self.files.get(self.file) {
+            let filled = fill(file, buffer, self.offset).map_err(|source| Error::local("read", path, source))?;
+            let last = filled < buffer.len();
+            let mut lengths = Vec::new();
+            let mut at = 0;
+            while let Some(length) = chunker::cut(&buffer[at..filled], last) {
+                lengths.push(length);
+                at += length;
+            }
+            let of = Origin { file: self.file, offset: self.offset };
+            if last {
+                (self.file, self.offset) = (self.file + 1, 0);
+            } else {
+                self.offset += at as u64;
+            }
+            if !lengths.is_empty() {
+                return Ok(Some(Taken { of, lengths }));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Reads until the buffer is full or the file at its end.
+fn fill(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match file.read_at(&mut buffer[filled..], offset + filled as u64) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
+
+fn is_zero(data: &[u8]) -> bool {
+    const ZEROS: [u8; PAGE] = [0; PAGE];
+    data.chunks(PAGE).all(|page| page == &ZEROS[..page.len()])
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
