@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -33,7 +33,8 @@ pub enum Fault {
 }
 
 /// Gives every connection a random number of bytes, both directions together, and then one of its faults. Small numbers are as likely
-/// as large ones (their logarithm is even), so that cuts come early and late and something still passes.
+/// as large ones (their logarithm is even), so that cuts come early and late and something still passes. A connection that outlives
+/// its fault is given another number and another fault: as long as anything passes, there are more faults to come.
 #[derive(Debug)]
 pub struct CutProxy {
     address: SocketAddr,
@@ -106,67 +107,89 @@ impl Drop for CutProxy {
 #[derive(Debug)]
 struct Line {
     shared: Arc<Shared>,
-    left: AtomicI64,
+    fate: watch::Sender<Fate>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Fate {
+    /// The bytes that still pass, of both directions together.
+    left: usize,
     fault: Fault,
-    broken: watch::Sender<bool>,
+    broken: bool,
+}
+
+impl Shared {
+    fn fate(&self) -> Fate {
+        let mut random = self.random.lock().unwrap();
+        let left = usize::try_from(log_uniform(&mut random, &self.bytes)).unwrap();
+        Fate { left, fault: self.faults[random.random_range(0..self.faults.len())], broken: false }
+    }
 }
 
 impl Line {
     fn new(shared: Arc<Shared>) -> Self {
-        let mut random = shared.random.lock().unwrap();
-        let left = AtomicI64::new(log_uniform(&mut random, &shared.bytes));
-        let fault = shared.faults[random.random_range(0..shared.faults.len())];
-        drop(random);
-        Self { shared, left, fault, broken: watch::channel(false).0 }
+        let fate = watch::channel(shared.fate()).0;
+        Self { shared, fate }
     }
 
     async fn carry(self: Arc<Self>, mut from: OwnedReadHalf, mut to: OwnedWriteHalf) {
         let mut buffer = vec![0; 16 * 1024];
-        let mut broken = self.broken.subscribe();
+        let mut fate = self.fate.subscribe();
         loop {
             let read = tokio::select! {
+                biased;
+                _ = async { fate.wait_for(|fate| fate.broken).await.is_ok() } => None,
                 read = from.read(&mut buffer) => Some(read),
-                _ = async { broken.wait_for(|broken| *broken).await.is_ok() } => None,
             };
-            let count = match (read, self.fault) {
-                (Some(Ok(count @ 1..)), _) => count,
-                (Some(_), _) => break,
-                (None, Fault::Cut) => return,
-                (None, Fault::HalfOpen) => std::future::pending().await,
-                (None, Fault::Silent(_)) => {
-                    let _ = broken.wait_for(|broken| !broken).await.is_ok();
-                    continue;
+            let count = match read {
+                None => 0,
+                Some(Ok(count @ 1..)) => count,
+                Some(_) => break,
+            };
+            let mut passed = 0;
+            loop {
+                let passing = self.admit(count - passed);
+                if to.write_all(&buffer[passed..passed + passing]).await.is_err() {
+                    return;
                 }
-            };
-            let passing = self.admit(count);
-            if to.write_all(&buffer[..passing]).await.is_err() {
-                return;
-            }
-            if passing < count {
-                self.shared.happened.fetch_add(1, Ordering::SeqCst);
-                self.broken.send_replace(true);
-                if let Fault::Silent(time) = self.fault {
-                    tokio::time::sleep(time).await;
-                    self.broken.send_replace(false);
-                    if to.write_all(&buffer[passing..count]).await.is_err() {
-                        return;
-                    }
+                passed += passing;
+                let Fate { fault, broken, .. } = *fate.borrow_and_update();
+                match (broken, fault) {
+                    (false, _) if passed == count => break,
+                    // The other direction broke it and mended it again.
+                    (false, _) => {}
+                    (true, Fault::Cut) => return,
+                    (true, Fault::HalfOpen) => std::future::pending().await,
+                    (true, Fault::Silent(_)) => drop(fate.wait_for(|fate| !fate.broken).await),
                 }
             }
         }
         let _ = to.shutdown().await;
     }
 
-    /// How many of these bytes still pass. A fault happens to a connection once.
-    fn admit(&self, count: usize) -> usize {
-        if self.shared.healed.load(Ordering::SeqCst) {
-            return count;
+    /// How many of these bytes pass now. Whoever is given less has found the fault.
+    fn admit(self: &Arc<Self>, count: usize) -> usize {
+        let mut passing = 0;
+        let broke = self.fate.send_if_modified(|fate| {
+            if fate.broken {
+                return false;
+            }
+            passing = if self.shared.healed.load(Ordering::SeqCst) { count } else { count.min(fate.left) };
+            fate.left = fate.left.saturating_sub(passing);
+            fate.broken = passing < count;
+            fate.broken
+        });
+        if broke {
+            self.shared.happened.fetch_add(1, Ordering::SeqCst);
+            if let Fault::Silent(time) = self.fate.borrow().fault {
+                let line = self.clone();
+                tokio::spawn(async move {
+                    tokio::time::sleep(time).await;
+                    line.fate.send_replace(line.shared.fate());
+                });
+            }
         }
-        let before = self.left.fetch_sub(i64::try_from(count).unwrap(), Ordering::SeqCst);
-        if before < 0 {
-            return if matches!(self.fault, Fault::Silent(_)) { count } else { 0 };
-        }
-        usize::try_from(before).unwrap().min(count)
+        passing
     }
 }
 

@@ -10,6 +10,7 @@ mod server;
 use std::time::{Duration, Instant};
 
 use sandboxer_client::{Connection, Ended, Error, ErrorCode, Execution, Options, OutputStream, ResumeFrom, Sandbox};
+use sandboxer_e2e::{CutProxy, Fault, count, seed};
 use sandboxer_protocol::client::Status;
 use server::{Manner, Scripted};
 use tokio::time::{sleep, timeout};
@@ -47,6 +48,35 @@ async fn echo(sandbox: &Sandbox, lines: usize, raw: bool, input: Vec<u8>) -> (Ve
     assert_eq!(run.wait().await.unwrap().code, Some(0));
     writing.await.unwrap();
     (stdout, stderr)
+}
+
+#[tokio::test]
+async fn a_failing_network_is_not_noticed() {
+    let cuts = count(40, 500);
+    let server = Scripted::start(seed(), []).await;
+    let faults = [Fault::Cut, Fault::Cut, Fault::Cut, Fault::HalfOpen, Fault::Silent(Duration::from_secs(1))];
+    let proxy = CutProxy::start(server.address(), seed(), 500..20_000, &faults).await;
+    let options = Options::default().connection(quick().open_within(DEADLINE));
+    let sandbox = Sandbox::create(&format!("http://{}", proxy.address()), options).await.unwrap();
+    let mut runs = 0;
+    while proxy.happened() < cuts {
+        let input: Vec<u8> = (0..300).flat_map(|line| format!("input {runs} {line}\n").into_bytes()).collect();
+        let (stdout, stderr) = echo(&sandbox, 100, runs % 2 == 0, input.clone()).await;
+        let model = server.model();
+        let program = model.program.as_ref().unwrap();
+        assert!(program.input == input, "run {runs}: stdin differs");
+        assert!(program.output.stdout == stdout, "run {runs}: stdout differs");
+        assert!(program.output.stderr == stderr, "run {runs}: stderr differs");
+        runs += 1;
+    }
+    {
+        let model = server.model();
+        assert_eq!(model.started.len(), runs);
+        assert!(model.started.values().all(|count| *count == 1), "{:?}", model.started);
+    }
+    proxy.heal();
+    timeout(DEADLINE, sandbox.kill_sandbox()).await.expect("it is not killed").unwrap();
+    assert!(server.model().killed);
 }
 
 #[tokio::test]
