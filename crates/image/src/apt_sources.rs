@@ -51,12 +51,22 @@ pub(crate) fn read(apt: &Path) -> Vec<AptSource> {
     for file in files {
         let Ok(text) = fs::read_to_string(&file) else { continue };
         match file.extension().and_then(|extension| extension.to_str()) {
-            Some("list") => sources.extend(text.lines().filter_map(parse_line)),
-            Some("sources") => text.split("\n\n").for_each(|stanza| sources.extend(parse_stanza(stanza))),
+            Some("list") => sources.extend(parse_list(&text)),
+            Some("sources") => sources.extend(parse_stanzas(&text)),
             _ => {}
         }
     }
     sources
+}
+
+/// The content of a `.list` file.
+pub(crate) fn parse_list(text: &str) -> impl Iterator<Item = AptSource> {
+    text.lines().filter_map(parse_line)
+}
+
+/// The content of a `.sources` file.
+pub(crate) fn parse_stanzas(text: &str) -> impl Iterator<Item = AptSource> {
+    text.split("\n\n").flat_map(parse_stanza)
 }
 
 /// `deb [signed-by=/path] URI suite component…`

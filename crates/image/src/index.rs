@@ -48,18 +48,21 @@ pub enum Source {
 impl Index {
     pub(crate) fn read(directory: &Path) -> Result<Self> {
         let path = directory.join(FILE);
-        let bad = |why: String| Error::BadIndex { path: path.clone(), why };
         match fs::read(&path) {
-            Ok(json) => {
-                let index: Self = serde_json::from_slice(&json).map_err(|error| bad(error.to_string()))?;
-                if index.version == VERSION {
-                    Ok(index)
-                } else {
-                    Err(bad(format!("it is of version {}, this program knows {VERSION}", index.version)))
-                }
-            }
+            Ok(json) => Self::parse(&json, &path),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self { version: VERSION, images: BTreeMap::new() }),
             Err(error) => Err(error).doing(|| format!("read {}", path.display())),
+        }
+    }
+
+    /// The content of an index, which `path` names where it is bad.
+    pub(crate) fn parse(json: &[u8], path: &Path) -> Result<Self> {
+        let bad = |why: String| Error::BadIndex { path: path.to_path_buf(), why };
+        let index: Self = serde_json::from_slice(json).map_err(|error| bad(error.to_string()))?;
+        if index.version == VERSION {
+            Ok(index)
+        } else {
+            Err(bad(format!("it is of version {}, this program knows {VERSION}", index.version)))
         }
     }
 

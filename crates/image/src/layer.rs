@@ -23,7 +23,7 @@ const WHITEOUT_META: &[u8] = b".wh..wh.";
 pub struct Limits {
     /// Bytes of all layers, uncompressed.
     pub bytes: u64,
-    /// Files, directories and links of all layers.
+    /// Files, directories and links of all layers, with the directories that their paths imply.
     pub entries: u64,
     /// Layers.
     pub layers: usize,
@@ -40,9 +40,13 @@ pub(crate) fn apply_layer(tree: &mut Tree, layer: &mut dyn Read, limits: &mut Li
     let mut layer = Bounded { inner: layer, left: &mut limits.bytes };
     let mut applied = Layer { tree, own: HashSet::new(), left_out: 0 };
     let entries = &mut limits.entries;
+    let too_many = || Error::refused("image", "it has more files than are allowed");
     for_each_entry(&mut layer, |entry, content| {
-        *entries = entries.checked_sub(1).ok_or_else(|| Error::refused("image", "it has more files than are allowed"))?;
-        applied.apply(entry, content)
+        *entries = entries.checked_sub(1).ok_or_else(too_many)?;
+        applied.apply(entry, content)?;
+        // One entry may bring as many directories as its path is deep.
+        *entries = entries.checked_sub(applied.tree.take_implied()).ok_or_else(too_many)?;
+        Ok(())
     })?;
     let left_out = applied.left_out;
     // Behind the end mark there may be padding, which the digest covers.

@@ -30,6 +30,8 @@ mod entry_path;
 mod erofs;
 mod error;
 mod finish;
+#[doc(hidden)]
+pub mod fuzzing;
 mod index;
 mod layer;
 mod name;

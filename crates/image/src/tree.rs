@@ -44,13 +44,20 @@ pub(crate) struct Tree {
     directories: BTreeMap<PathBuf, Meta>,
     /// Archives list a directory's entries one after the other.
     last_parent: Option<(PathBuf, Rc<OwnedFd>)>,
+    /// Directories that were made on the way to something and have not been counted.
+    implied: u64,
 }
 
 impl Tree {
     /// Works below an existing directory.
     pub(crate) fn open(root: &Path) -> Result<Self> {
         let root = open(root, OPEN_DIR, Mode::empty()).doing(|| format!("open {}", root.display()))?;
-        Ok(Self { root: Rc::new(root), directories: BTreeMap::new(), last_parent: None })
+        Ok(Self { root: Rc::new(root), directories: BTreeMap::new(), last_parent: None, implied: 0 })
+    }
+
+    /// How many directories were made since the last call without an entry of their own.
+    pub(crate) fn take_implied(&mut self) -> u64 {
+        std::mem::take(&mut self.implied)
     }
 
     pub(crate) fn exists(&mut self, path: &EntryPath) -> Result<bool> {
@@ -209,6 +216,7 @@ impl Tree {
             let next = match openat(&directory, name, OPEN_DIR, Mode::empty()) {
                 Err(Errno::ENOENT) if create => {
                     mkdirat(&directory, name, Mode::S_IRWXU).map_err(Walk::Failed)?;
+                    self.implied += 1;
                     self.directories.insert(walked.clone(), Meta::with_mode(0o755));
                     openat(&directory, name, OPEN_DIR, Mode::empty())
                 }

@@ -6,6 +6,8 @@
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a failed unwrap is a failed test"))]
 
+#[doc(hidden)]
+pub mod fuzzing;
 mod http;
 mod images;
 mod limits;

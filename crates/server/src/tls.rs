@@ -32,12 +32,18 @@ impl Tls {
     /// # Errors
     /// A file can't be read, or the two don't belong together.
     pub fn read(certificate: &Path, key: &Path) -> Result<Self, InvalidTls> {
-        let chain = CertificateDer::pem_file_iter(certificate).map_err(InvalidTls::Certificate)?;
-        let chain: Vec<_> = chain.collect::<Result<_, _>>().map_err(InvalidTls::Certificate)?;
+        let read = |path| std::fs::read(path).map_err(pem::Error::Io);
+        let certificate = read(certificate).map_err(InvalidTls::Certificate)?;
+        Self::parse(&certificate, &read(key).map_err(InvalidTls::Key)?)
+    }
+
+    /// From the content of both files.
+    pub(crate) fn parse(certificate: &[u8], key: &[u8]) -> Result<Self, InvalidTls> {
+        let chain: Vec<_> = CertificateDer::pem_slice_iter(certificate).collect::<Result<_, _>>().map_err(InvalidTls::Certificate)?;
         if chain.is_empty() {
             return Err(InvalidTls::NoCertificate);
         }
-        let key = PrivateKeyDer::from_pem_file(key).map_err(InvalidTls::Key)?;
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(InvalidTls::Key)?;
         let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_protocol_versions(&[&TLS13, &TLS12])?
             .with_no_client_auth()

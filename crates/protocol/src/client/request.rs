@@ -11,7 +11,7 @@ use super::ErrorCode;
 use crate::{
     ExecutionId,
     agent::DetachedOutput,
-    limits::{MAX_ENV_BYTES, MAX_METADATA_BYTES, MAX_PATH_BYTES},
+    limits::{MAX_COMPLAINT_BYTES, MAX_ENV_BYTES, MAX_METADATA_BYTES, MAX_PATH_BYTES},
 };
 
 /// What a client may ask for.
@@ -394,8 +394,16 @@ fn check_path(about: About, path: Option<&str>) -> Result<(), BadRequest> {
     }
 }
 
+/// What is wrong may be quoted from the message, which may be as long as messages are: the answer is not.
 fn bad(about: About, code: ErrorCode, message: impl Into<String>) -> BadRequest {
-    BadRequest { about, code, message: message.into() }
+    let mut message = message.into();
+    if message.len() > MAX_COMPLAINT_BYTES {
+        let room = MAX_COMPLAINT_BYTES - '…'.len_utf8();
+        let end = (0..=room).rev().find(|end| message.is_char_boundary(*end)).unwrap_or(0);
+        message.truncate(end);
+        message.push('…');
+    }
+    BadRequest { about, code, message }
 }
 
 fn field(about: About, name: &str, problem: impl std::fmt::Display) -> BadRequest {

@@ -80,17 +80,20 @@ impl Record {
     }
 
     pub(crate) fn read(dir: &Path, id: SandboxId) -> Result<Self, RecordError> {
+        let record = Self::parse(&fs::read(dir.join(FILE))?)?;
+        if record.id == id { Ok(record) } else { Err(RecordError::Foreign) }
+    }
+
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, RecordError> {
         #[derive(Deserialize)]
         struct Version {
             version: u32,
         }
-        let bytes = fs::read(dir.join(FILE))?;
-        let Version { version } = serde_json::from_slice(&bytes)?;
+        let Version { version } = serde_json::from_slice(bytes)?;
         if version != RECORD_VERSION {
             return Err(RecordError::Version(version));
         }
-        let record: Self = serde_json::from_slice(&bytes)?;
-        if record.id == id { Ok(record) } else { Err(RecordError::Foreign) }
+        Ok(serde_json::from_slice(bytes)?)
     }
 }
 
