@@ -68,6 +68,9 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
     let server = Server::start(settings, Arc::new(gvisor), images.clone(), host).await?;
     tokio::task::spawn_blocking(move || images.prepare());
     println!("sandboxer listening on {scheme}://{}", server.address()?);
+    if let Some(address) = server.metrics_address()? {
+        println!("sandboxer serving metrics on http://{address}/metrics");
+    }
 
     let stop = async {
         tokio::select! {

@@ -33,6 +33,8 @@ const HEADERS_WITHIN: Duration = Duration::from_secs(10);
 const CONNECTIONS_GRACE: Duration = Duration::from_secs(3);
 /// Connections at once. Beyond this new ones wait in the kernel.
 const MAX_CONNECTIONS: usize = 10_000;
+/// The same for those who only measure.
+const MAX_METRICS_CONNECTIONS: usize = 64;
 /// How long to wait when the process has no descriptor left for another connection.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
@@ -48,6 +50,8 @@ pub enum StopHow {
 pub struct Server {
     manager: Arc<Manager>,
     listener: TcpListener,
+    /// Where `/metrics` is served without a key.
+    metrics: Option<TcpListener>,
     connections: TaskTracker,
     closing: CancellationToken,
 }
@@ -58,10 +62,14 @@ impl Server {
     /// # Errors
     /// The address can't be bound, or the data directory not be used.
     pub async fn start(settings: Settings, runtime: Arc<dyn Runtime>, images: Images, host: HostLimits) -> io::Result<Self> {
-        let listener = TcpListener::bind(settings.listen).await?;
+        let listener = bind(settings.listen).await?;
+        let metrics = match settings.metrics_listen {
+            Some(address) => Some(bind(address).await?),
+            None => None,
+        };
         let manager = Manager::open(settings, runtime, images, host)?;
         manager.take_up_all().await;
-        Ok(Self { manager, listener, connections: TaskTracker::new(), closing: CancellationToken::new() })
+        Ok(Self { manager, listener, metrics, connections: TaskTracker::new(), closing: CancellationToken::new() })
     }
 
     /// # Errors
@@ -70,51 +78,77 @@ impl Server {
         self.listener.local_addr()
     }
 
-    /// Serves until `stop` says how to end, then ends.
+    /// Where `/metrics` is served without a key, if it is.
+    ///
+    /// # Errors
+    /// The socket does not know its address, which does not happen.
+    pub fn metrics_address(&self) -> io::Result<Option<SocketAddr>> {
+        self.metrics.as_ref().map(TcpListener::local_addr).transpose()
+    }
+
+    /// Serves until `stop` says how to end, then ends. Whoever comes meanwhile is told so.
     pub async fn serve(self, stop: impl Future<Output = StopHow>) {
-        let router = http::router(Arc::clone(&self.manager));
         let tls = self.manager.settings().tls.clone().map(|tls| TlsAcceptor::from(tls.0));
-        let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let accepting = async {
-            loop {
-                // The semaphore is never closed.
-                let Ok(place) = Arc::clone(&places).acquire_owned().await else { break };
-                match self.listener.accept().await {
-                    Ok((stream, peer)) => {
-                        let router = router.clone();
-                        let closing = self.closing.clone();
-                        let tls = tls.clone();
-                        self.connections.spawn(async move {
-                            accepted(stream, peer, tls, router, closing).await;
-                            drop(place);
-                        });
-                    }
-                    Err(error) => {
-                        warn!(%error, "a connection could not be accepted");
-                        tokio::time::sleep(ACCEPT_AGAIN).await;
-                    }
+        let serving = self.accept(&self.listener, http::router(Arc::clone(&self.manager)), tls, MAX_CONNECTIONS);
+        let measured = async {
+            match &self.metrics {
+                Some(listener) => {
+                    let router = http::metrics_router(Arc::clone(&self.manager));
+                    self.accept(listener, router, None, MAX_METRICS_CONNECTIONS).await;
                 }
+                None => std::future::pending().await,
             }
         };
-        let how = tokio::select! {
-            () = accepting => StopHow::Restart,
-            how = stop => how,
+        let ending = async {
+            let stop = match stop.await {
+                StopHow::Drain => Stop::Drain,
+                StopHow::Restart => Stop::Restart,
+            };
+            self.manager.stop(stop).await;
+            self.manager.sockets.close();
+            // An upgraded connection is served by a task of its own.
+            if timeout(CONNECTIONS_GRACE, self.manager.sockets.wait()).await.is_err() {
+                debug!("some clients did not close in time");
+            }
         };
-        drop(self.listener);
-        let stop = match how {
-            StopHow::Drain => Stop::Drain,
-            StopHow::Restart => Stop::Restart,
-        };
-        self.manager.stop(stop).await;
+        tokio::select! {
+            () = serving => {}
+            () = measured => {}
+            () = ending => {}
+        }
+        drop((self.listener, self.metrics));
         self.closing.cancel();
         self.connections.close();
-        self.manager.sockets.close();
-        // An upgraded connection is served by a task of its own.
-        let closed = async { tokio::join!(self.connections.wait(), self.manager.sockets.wait()) };
-        if timeout(CONNECTIONS_GRACE, closed).await.is_err() {
+        if timeout(CONNECTIONS_GRACE, self.connections.wait()).await.is_err() {
             debug!("some connections did not close in time");
         }
     }
+
+    /// Serves one listener, for ever.
+    async fn accept(&self, listener: &TcpListener, router: axum::Router, tls: Option<TlsAcceptor>, most: usize) {
+        let places = Arc::new(Semaphore::new(most));
+        loop {
+            // The semaphore is never closed.
+            let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+            match listener.accept().await {
+                Ok((stream, peer)) => {
+                    let (router, tls, closing) = (router.clone(), tls.clone(), self.closing.clone());
+                    self.connections.spawn(async move {
+                        accepted(stream, peer, tls, router, closing).await;
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(ACCEPT_AGAIN).await;
+                }
+            }
+        }
+    }
+}
+
+async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|error| io::Error::new(error.kind(), format!("listen on {address}: {error}")))
 }
 
 async fn accepted(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor>, router: axum::Router, closing: CancellationToken) {

@@ -9,6 +9,8 @@ use crate::{http::Access, limits::Limits, tls::Tls};
 #[derive(Debug, Clone)]
 pub struct Settings {
     pub listen: SocketAddr,
+    /// Where `/metrics` is served without a key, besides `listen`, where it needs one.
+    pub metrics_listen: Option<SocketAddr>,
     pub data_dir: PathBuf,
     pub max_sandboxes: usize,
     pub idle_timeout: Option<Duration>,
@@ -44,6 +46,7 @@ impl Settings {
     pub fn new(listen: SocketAddr, data_dir: PathBuf) -> Self {
         Self {
             listen,
+            metrics_listen: None,
             data_dir,
             max_sandboxes: 100,
             idle_timeout: Some(Duration::from_secs(300)),

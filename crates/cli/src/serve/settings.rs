@@ -20,6 +20,9 @@ pub(crate) struct Args {
     /// Address to listen on; without a port: $PORT, or 8080. Other than a loopback address only with API keys or --insecure-no-auth
     #[arg(long, env = "SANDBOXER_LISTEN", default_value = "127.0.0.1", value_name = "ADDRESS[:PORT]")]
     listen: String,
+    /// Address at which /metrics is served without a key, and nothing else is
+    #[arg(long, env = "SANDBOXER_METRICS_LISTEN", value_name = "ADDRESS:PORT")]
+    metrics_listen: Option<String>,
     /// Directory of this instance's own state [default: $XDG_STATE_HOME/sandboxer, or ~/.local/state/sandboxer]
     #[arg(long, env = "SANDBOXER_DATA_DIR", value_name = "DIR")]
     data_dir: Option<PathBuf>,
@@ -124,6 +127,7 @@ impl Args {
     pub(crate) fn check(&self) -> Result<Checked, Vec<String>> {
         let mut faults = Faults::default();
         let listen = faults.take(self.listen_address(env::var("PORT").ok().as_deref()));
+        let metrics_listen = faults.take(self.metrics_address());
         let keys = faults.take(self.keys(env::var("SANDBOXER_API_KEYS").ok().as_deref()));
         if let (Some(listen), Some(keys)) = (&listen, &keys) {
             let open = listen.ip().is_loopback() || !keys.is_empty() || self.insecure_no_auth;
@@ -157,6 +161,7 @@ impl Args {
             return Err(faults.0);
         }
         let mut settings = Settings::new(listen, data_dir);
+        settings.metrics_listen = metrics_listen.flatten();
         settings.max_sandboxes = self.max_sandboxes;
         settings.idle_timeout = idle_timeout.flatten();
         settings.max_lifetime = max_lifetime.flatten();
@@ -197,6 +202,11 @@ impl Args {
             None => DEFAULT_PORT,
         };
         Ok(SocketAddr::new(address, port))
+    }
+
+    fn metrics_address(&self) -> Result<Option<SocketAddr>, String> {
+        let Some(text) = self.metrics_listen.as_deref().filter(|text| !text.is_empty()) else { return Ok(None) };
+        text.parse().map(Some).map_err(|_| format!("--metrics-listen: {text:?} is not an address with a port such as 127.0.0.1:9090"))
     }
 
     fn keys(&self, variable: Option<&str>) -> Result<Vec<ApiKey>, String> {

@@ -34,6 +34,14 @@ pub(crate) fn router(manager: Arc<Manager>) -> Router {
         .with_state(manager)
 }
 
+/// What is served where no key is asked for: numbers, and nothing to be done.
+pub(crate) fn metrics_router(manager: Arc<Manager>) -> Router {
+    Router::new()
+        .route("/metrics", get(metrics))
+        .fallback(async || error(StatusCode::NOT_FOUND, "not_found", "There is nothing but /metrics at this address."))
+        .with_state(manager)
+}
+
 async fn readiness(State(manager): State<Arc<Manager>>) -> Response {
     let unavailable = |why: String| (StatusCode::SERVICE_UNAVAILABLE, why + "\n").into_response();
     if manager.stopping().is_some() {

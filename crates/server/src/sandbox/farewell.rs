@@ -50,8 +50,13 @@ pub(crate) fn obituary(outcome: &Outcome) -> String {
         Outcome::Lifetime(limit) => format!("The sandbox reached the longest lifetime that this server allows, {} s.", limit.as_secs_f64()),
         Outcome::Died(End::OutOfMemory) => "The sandbox was killed because it went over its memory limit.".to_owned(),
         Outcome::Died(End::Killed) => "The sandbox was killed from outside.".to_owned(),
-        Outcome::Died(end) => format!("The sandbox failed: {end}."),
+        Outcome::Died(end) => sentence(&end.to_string()),
         Outcome::Drained => "The sandbox ended when its server was stopped.".to_owned(),
         Outcome::LeftRunning => "The sandbox goes on.".to_owned(),
     }
+}
+
+fn sentence(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| format!("{}{}.", first.to_uppercase(), letters.as_str().trim_end_matches('.')))
 }
