@@ -12,7 +12,7 @@ use std::{
 };
 
 use futures_util::{FutureExt as _, SinkExt as _, StreamExt as _};
-use sandboxer_protocol::{ExecutionId, agent::PerStream};
+use sandboxer_protocol::{ExecutionId, agent::PerStream, client::ErrorCode};
 use tokio::{
     sync::{mpsc, oneshot},
     time::{Instant, sleep, sleep_until, timeout},
@@ -139,6 +139,9 @@ impl Driver {
                 Ok(socket) => {
                     self.session.opened();
                     let leave = self.converse(socket).await;
+                    if self.session.is_restoring() {
+                        self.outage.lost_while_restoring(Instant::now());
+                    }
                     self.session.cut();
                     leave
                 }
@@ -272,15 +275,7 @@ impl Driver {
             self.found = None;
         }
         let busy = self.session.is_busy() && self.live.as_ref().is_some_and(|live| !live.is_ended() && !live.is_abandoned());
-        let started = if busy {
-            let hint = if self.found.is_some() { " Take it by `resume`." } else { "" };
-            Err(Error::refused(
-                sandboxer_protocol::client::ErrorCode::ExecutionInProgress,
-                format!("An execution is in progress in this sandbox.{hint}"),
-            ))
-        } else {
-            self.session.start(id.clone(), message)
-        };
+        let started = if busy { Err(in_progress(self.found.is_some())) } else { self.session.start(id.clone(), message) };
         match started {
             Err(error) => {
                 let _ = reply.send(Err(error));
@@ -305,8 +300,9 @@ impl Driver {
 
     async fn converse(&mut self, socket: Socket) -> Leave {
         let (mut sink, mut stream) = socket.split();
-        let opened_at = Instant::now();
-        let mut watch = Watch::new(opened_at, &self.settings);
+        // Since when it is waited for the next step towards being ready.
+        let (mut waiting_since, mut restoring) = (Instant::now(), false);
+        let mut watch = Watch::new(waiting_since, &self.settings);
         let (mut outgoing, mut unflushed) = (None, false);
         loop {
             let now = Instant::now();
@@ -331,8 +327,11 @@ impl Driver {
                 self.say_goodbye(sink, stream).await;
                 return Leave::Over(Error::Closed);
             }
-            let patience = if self.session.is_restoring() { self.settings.restore_timeout } else { self.settings.give_up_after };
-            let patience = (!self.session.is_ready()).then(|| opened_at + patience);
+            if std::mem::replace(&mut restoring, self.session.is_restoring()) != self.session.is_restoring() {
+                waiting_since = now;
+            }
+            let patience = if restoring { self.settings.restore_timeout } else { self.settings.give_up_after };
+            let patience = (!self.session.is_ready()).then(|| waiting_since + patience);
             if patience.is_some_and(|patience| now >= patience) {
                 return Leave::Again(Setback::Cut("the sandbox did not become ready".into()));
             }
@@ -488,6 +487,10 @@ impl Driver {
 
     fn take_up(&mut self, found: Option<Found>) {
         if let Some(found) = found {
+            if let Some(live) = &mut self.live {
+                // Asked for before it was known that another one runs.
+                live.end(Err(in_progress(true)));
+            }
             let (driver, user) = ends(found.id, found.from, found.stdin_offset);
             self.live = Some(driver);
             self.found = Some((user, found.running));
@@ -501,4 +504,9 @@ impl Driver {
             live.acknowledge(self.session.input_acknowledged());
         }
     }
+}
+
+fn in_progress(to_be_had: bool) -> Error {
+    let hint = if to_be_had { " Take it by `resume`." } else { "" };
+    Error::refused(ErrorCode::ExecutionInProgress, format!("An execution is in progress in this sandbox.{hint}"))
 }

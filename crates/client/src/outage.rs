@@ -27,9 +27,12 @@ pub(crate) struct Outage {
     /// What holds instead until the sandbox was there for the first time.
     open_within: Option<Duration>,
     in_use_for: Duration,
+    restore_timeout: Duration,
     /// When it began. None while all is well.
     since: Option<Instant>,
     in_use_since: Option<Instant>,
+    /// Since when the sandbox has been waited for, of an outage in which a server said that it restores it.
+    restoring_since: Option<Instant>,
     attempts: u32,
     ready_at: Option<Instant>,
 }
@@ -41,8 +44,10 @@ impl Outage {
             give_up_after: connection.give_up_after,
             open_within: Some(connection.open_within),
             in_use_for: connection.in_use_for,
+            restore_timeout: connection.restore_timeout,
             since: Some(now),
             in_use_since: None,
+            restoring_since: None,
             attempts: 0,
             ready_at: None,
         }
@@ -52,6 +57,17 @@ impl Outage {
     pub(crate) fn ready(&mut self, now: Instant) {
         self.ready_at = Some(now);
         self.open_within = None;
+        self.restoring_since = None;
+    }
+
+    /// The connection was lost while the server was restoring the sandbox. Up to then it was there, so the time without it begins
+    /// now; only all of them together have a limit of their own.
+    pub(crate) fn lost_while_restoring(&mut self, now: Instant) {
+        let began = self.since.unwrap_or(now);
+        let began = *self.restoring_since.get_or_insert(began);
+        if now.saturating_duration_since(began) < self.restore_timeout {
+            self.since = Some(now);
+        }
     }
 
     /// Something came of the connection: it counts as a recovery.
@@ -159,6 +175,21 @@ mod tests {
         let mut outage = Outage::new(&Connection::default(), now);
         assert!(outage.setback(&cut(), now, 0.5).is_ok());
         assert!(outage.setback(&cut(), now + Duration::from_secs(11), 0.5).is_err());
+    }
+
+    #[test]
+    fn a_server_that_restores_is_there_and_is_waited_for_with_another_patience() {
+        let now = Instant::now();
+        let at = |seconds| now + Duration::from_secs(seconds);
+        let settings = Connection::default().give_up_after(Duration::from_secs(10)).restore_timeout(Duration::from_secs(100));
+        let mut outage = Outage::new(&settings, now);
+        for seconds in [30, 60, 90] {
+            outage.lost_while_restoring(at(seconds));
+            assert!(outage.setback(&cut(), at(seconds), 0.5).is_ok());
+        }
+        assert!(outage.setback(&cut(), at(91), 0.5).is_ok());
+        outage.lost_while_restoring(at(110));
+        assert!(outage.setback(&cut(), at(110), 0.5).is_err());
     }
 
     #[test]

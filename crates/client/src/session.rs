@@ -12,7 +12,7 @@
 
 mod input;
 #[cfg(test)]
-#[allow(unreachable_pub, reason = "the tests in tests/ include it too")]
+#[allow(unreachable_pub, dead_code, reason = "the tests in tests/ include it too")]
 mod model;
 mod receive;
 mod run;

@@ -51,6 +51,23 @@ pub struct Program {
     pub ended: Option<Ending>,
 }
 
+impl Program {
+    fn new(id: ExecutionId, encoding: Encoding, lines: usize, eof: bool) -> Self {
+        Self {
+            id,
+            encoding,
+            lines,
+            written: 0,
+            output: PerStream::default(),
+            held_from: PerStream::default(),
+            input: Vec::new(),
+            read: 0,
+            eof,
+            ended: None,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
     Itself,
@@ -76,6 +93,8 @@ pub struct Model {
     pub signals: Vec<i32>,
     pub size: Option<(u16, u16)>,
     pub killed: bool,
+    /// The next attach is told that it was set back.
+    rewound: Option<u64>,
     client: Option<Client>,
     outbox: VecDeque<ToClient>,
     /// A small generator of its own, so that a seed repeats everything.
@@ -131,7 +150,16 @@ impl Model {
         if self.below(4) == 0 {
             self.say(Status::Restoring);
         }
-        self.say(Status::Running);
+        let mut running = StatusUpdate::new(Status::Running);
+        running.generation = self.rewound.take();
+        running.rewound = running.generation.map(|_| true);
+        self.say(ServerEvent::StatusUpdate(running));
+    }
+
+    /// The sandbox goes back to a time at which another program ran.
+    pub fn rewind(&mut self, generation: u64, then: ExecutionId) {
+        self.rewound = Some(generation);
+        self.program = Some(Program::new(then, Encoding::Text, 10, false));
     }
 
     /// The connection is gone with everything that was on its way.
@@ -182,18 +210,8 @@ impl Model {
                         *self.started.entry(id.to_string()).or_default() += 1;
                         let running = StatusUpdate { execution_id: Some(id.clone()), ..StatusUpdate::new(Status::ExecutionRunning) };
                         self.say(ServerEvent::StatusUpdate(running));
-                        self.program = Some(Program {
-                            id,
-                            encoding: execute.encoding.unwrap_or_default(),
-                            lines: execute.code.parse().unwrap_or(10),
-                            written: 0,
-                            output: PerStream::default(),
-                            held_from: PerStream::default(),
-                            input: Vec::new(),
-                            read: 0,
-                            eof: execute.stdin == Some(false),
-                            ended: None,
-                        });
+                        let lines = execute.code.parse().unwrap_or(10);
+                        self.program = Some(Program::new(id, execute.encoding.unwrap_or_default(), lines, execute.stdin == Some(false)));
                         self.client = Some(Client { sent: Some(PerStream::default()), ..Client::default() });
                     }
                 }

@@ -112,8 +112,10 @@ impl Session {
     }
 
     fn running(&mut self, update: &StatusUpdate) -> Option<Effect> {
-        // Who has seen nothing yet can't have seen too much.
-        let rewound = update.rewound == Some(true) && self.settled;
+        // Who has seen nothing yet can't have seen too much. The message that told of a generation first may have been lost, and one
+        // that tells it again is no news.
+        let news = update.generation.map_or(update.rewound == Some(true), |generation| generation > self.generation);
+        let rewound = news && self.settled;
         self.settled = true;
         if let Some(generation) = update.generation {
             self.generation = generation;
@@ -158,11 +160,11 @@ impl Session {
         let from = PerStream { stdout: resumed.stdout_offset.unwrap_or(0), stderr: resumed.stderr_offset.unwrap_or(0) };
         let stdin_offset = resumed.stdin_offset.unwrap_or(0);
         if self.take_up.take().is_some() {
-            if self.run.is_some() {
-                // Something else was asked for meanwhile.
+            let found = resumed.execution_id.map(|id| Found { id, running: resumed.running.unwrap_or(false), from, stdin_offset });
+            if self.run.is_some() && !found.as_ref().is_some_and(|found| found.running) {
+                // Something else was asked for meanwhile, and nothing is in its way.
                 return Some(Effect::Ready(None));
             }
-            let found = resumed.execution_id.map(|id| Found { id, running: resumed.running.unwrap_or(false), from, stdin_offset });
             self.run = found.as_ref().map(|found| Run::found(found.id.clone(), found.from, found.stdin_offset));
             return Some(Effect::Ready(found));
         }

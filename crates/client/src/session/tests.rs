@@ -314,6 +314,44 @@ fn a_rewinding_voids_the_execution_and_is_told_once() {
 }
 
 #[test]
+fn a_rewinding_is_known_by_its_generation() {
+    let (mut session, now) = running();
+    let again = |session: &mut Session| {
+        session.cut();
+        session.opened();
+    };
+    // What first told of it was lost with its connection.
+    again(&mut session);
+    let later = r#"{"event":"status_update","status":"SANDBOX_RUNNING","generation":4}"#;
+    assert_eq!(session.received(later, now), Some(Effect::Rewound(4)));
+    session.start("f".parse().unwrap(), "{}".into()).unwrap();
+    again(&mut session);
+    let told_again = r#"{"event":"status_update","status":"SANDBOX_RUNNING","rewound":true,"generation":4}"#;
+    assert_eq!(session.received(told_again, now), None);
+    assert!(session.is_busy());
+}
+
+#[test]
+fn input_acknowledged_late_counts_before_the_output_goes_on() {
+    let (mut session, now) = running();
+    session.write(b"abcdef");
+    assert_eq!(session.next_message(now).as_deref(), Some(r#"{"event":"stdin","data":"abcdef","offset":0}"#));
+    session.cut();
+    session.opened();
+    session.received(r#"{"event":"status_update","status":"SANDBOX_RUNNING"}"#, now);
+    session.next_message(now);
+    let late = r#"{"event":"stdin_ack","offset":4,"execution_id":"e"}"#;
+    assert_eq!(session.received(late, now), Some(Effect::Progress));
+    assert_eq!(session.next_message(now), None, "nothing goes out before it is known where to go on");
+    let resumed = r#"{"event":"resumed","execution_id":"e","running":true,"stdout_offset":0,"stderr_offset":0,"stdin_offset":4}"#;
+    assert_eq!(session.received(resumed, now), Some(Effect::Ready(None)));
+    assert_eq!(session.next_message(now).as_deref(), Some(r#"{"event":"stdin","data":"ef","offset":4}"#));
+    // Of an execution that is not this client's.
+    let foreign = r#"{"event":"stdin_ack","offset":1000,"execution_id":"other"}"#;
+    assert_eq!(session.received(foreign, now), None);
+}
+
+#[test]
 fn text_that_is_not_what_was_written_is_never_cut_in_two() {
     let (mut session, now) = running();
     let first = r#"{"event":"stdout","data":"ab","offset":0,"end":2,"execution_id":"e"}"#;

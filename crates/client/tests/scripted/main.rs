@@ -118,6 +118,64 @@ async fn a_dead_connection_is_left_within_the_time_that_was_set() {
     assert_eq!(server.handshakes().len(), 3);
 }
 
+/// It takes longer than the client would wait for a server that is not there, or that is silent.
+#[tokio::test]
+async fn a_restore_is_waited_for_as_long_as_the_server_answers() {
+    let restoring = Manner { restoring: Duration::from_millis(2500), ..Manner::default() };
+    let server = Scripted::start(1, [Manner::default(), restoring.clone(), restoring]).await;
+    let options = Options::default().connection(quick().give_up_after(Duration::from_millis(600)));
+    let sandbox = Sandbox::create(&server.url(), options).await.unwrap();
+    let mut run = sandbox.python("50").await.unwrap();
+    run.stdin_eof().await.unwrap();
+    server.cut();
+    assert!(run.wait().await.unwrap().success());
+    assert_eq!(server.handshakes().len(), 2);
+    // The same if it is cut in the middle: up to then the server was there.
+    let mut run = sandbox.python("50").await.unwrap();
+    run.stdin_eof().await.unwrap();
+    server.cut();
+    sleep(Duration::from_millis(1500)).await;
+    server.cut();
+    assert!(run.wait().await.unwrap().success());
+    assert_eq!(server.handshakes().len(), 4);
+
+    let (id, token) = (sandbox.id(), sandbox.token().unwrap().to_owned());
+    sandbox.close().await;
+    let impatient = quick().restore_timeout(Duration::from_millis(300)).open_within(Duration::from_millis(600));
+    let start = Instant::now();
+    let error = Sandbox::attach_with(&server.url(), id, Some(&token), impatient, ResumeFrom::default()).await.unwrap_err();
+    assert!(matches!(error, Error::Unavailable { .. }), "{error:?}");
+    assert!(start.elapsed() < Duration::from_secs(3));
+}
+
+#[tokio::test]
+async fn a_sandbox_that_was_set_back_is_told_of_and_what_runs_in_it_can_be_had() {
+    let server = Scripted::start(1, []).await;
+    let sandbox = Sandbox::create(&server.url(), options()).await.unwrap();
+    let mut run = sandbox.python("1000000").await.unwrap();
+    run.next().await.unwrap();
+    assert_eq!(sandbox.generation(), 0);
+    server.model().rewind(7, "earlier".parse().unwrap());
+    server.cut();
+    assert_eq!(run.wait().await, Err(Error::Rewound { generation: 7 }));
+    assert_eq!(run.stdin().write("lost").await, Err(Error::InputClosed));
+    assert_eq!(sandbox.generation(), 7);
+    let busy = sandbox.python("3").await.unwrap_err();
+    assert!(matches!(&busy, Error::Refused { code: ErrorCode::ExecutionInProgress, message } if message.contains("resume")), "{busy:?}");
+    let earlier = sandbox.resume().await.unwrap().expect("it runs");
+    assert_eq!(earlier.id().to_string(), "earlier");
+    let output = earlier.output().await.unwrap();
+    assert!(output.exit.success() && output.stdout == server.model().program.as_ref().unwrap().output.stdout);
+
+    // While nothing ran, whoever uses it next is told, once.
+    server.model().rewind(8, "much-earlier".parse().unwrap());
+    server.cut();
+    assert_eq!(sandbox.python("3").await.unwrap_err(), Error::Rewound { generation: 8 });
+    let earlier = sandbox.resume().await.unwrap().expect("it runs");
+    assert!(earlier.output().await.unwrap().exit.success());
+    assert!(sandbox.python("3").await.unwrap().output().await.unwrap().exit.success());
+}
+
 #[tokio::test]
 async fn in_use_is_borne_after_an_own_cut_and_told_at_once_otherwise() {
     let away = |status| Manner { turn_away: Some(status), ..Manner::default() };

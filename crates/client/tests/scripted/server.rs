@@ -18,6 +18,7 @@ use sandboxer_protocol::{
 };
 use tokio::{
     net::{TcpListener, TcpStream},
+    sync::Notify,
     task::{JoinHandle, JoinSet},
     time::{sleep, timeout},
 };
@@ -44,6 +45,8 @@ pub struct Manner {
     pub set_cookies: Vec<&'static str>,
     /// Says this and closes.
     pub turn_away: Option<Status>,
+    /// Takes this long to restore the sandbox, and says so.
+    pub restoring: Duration,
     /// Answers nothing any more after the handshake, not even a ping.
     pub mute: bool,
     /// Closes with this code after the first message of the client.
@@ -65,6 +68,7 @@ struct Shared {
     handshakes: Mutex<Vec<(String, HeaderMap)>>,
     /// A later connection takes the place of an earlier one.
     latest: AtomicUsize,
+    cut: Notify,
 }
 
 impl Scripted {
@@ -76,6 +80,7 @@ impl Scripted {
             manners: Mutex::new(manners.into_iter().collect()),
             handshakes: Mutex::new(Vec::new()),
             latest: AtomicUsize::new(0),
+            cut: Notify::new(),
         });
         let task = tokio::spawn({
             let shared = shared.clone();
@@ -109,6 +114,7 @@ impl Scripted {
     /// Cuts whoever is connected.
     pub fn cut(&self) {
         self.shared.latest.fetch_add(1, Ordering::SeqCst);
+        self.shared.cut.notify_waiters();
     }
 }
 
@@ -151,6 +157,16 @@ impl Shared {
             let _ = socket.send(Message::text(ServerEvent::from(status).to_json())).await;
             let _ = socket.close(Some(CloseFrame { code: CloseCode::Error, reason: "".into() })).await;
             return;
+        }
+        if !manner.restoring.is_zero() {
+            let _ = socket.send(Message::text(ServerEvent::from(Status::Restoring).to_json())).await;
+            // Reading answers the client's pings.
+            let read = async { while let Some(Ok(_)) = socket.next().await {} };
+            tokio::select! {
+                () = sleep(manner.restoring) => {}
+                () = read => return,
+                () = self.cut.notified() => return,
+            }
         }
         let number = {
             let mut model = self.model.lock().unwrap();
