@@ -24,6 +24,8 @@ mod save;
 mod volume;
 
 // The record of a sandbox and its lease.
+pub mod lease;
+pub mod record;
 
 pub use contract::{Contract, Host, Mismatch};
 pub use error::{Action, Error, Fault, Result};

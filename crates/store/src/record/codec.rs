@@ -5,7 +5,7 @@ use std::sync::Arc;
 use sandboxer_protocol::SandboxId;
 use serde_json::Value;
 
-use super::{MAX_COUNT, MAX_RECORD_BYTES, MAX_REASON_BYTES, RECORD_FORMAT, Record, Verdict};
+use super::{MAX_COUNT, MAX_REASON_BYTES, MAX_RECORD_BYTES, RECORD_FORMAT, Record, Verdict};
 
 /// A keyed hash under the volume's key.
 pub type MacFn = Arc<dyn Fn(&[u8]) -> [u8; 32] + Send + Sync>;
@@ -181,7 +181,8 @@ mod tests {
         let id = SandboxId::random();
         let mut value = serde_json::to_value(record()).unwrap();
         value["weather"] = json!({"sky": [1, 2.5, null]});
-        value["waiter"] = json!({"instance": "b", "nonce": "0000000000000000000000000000000a", "renewed": 1, "timestamp": 1, "mood": "good"});
+        value["waiter"] =
+            json!({"instance": "b", "nonce": "0000000000000000000000000000000a", "renewed": 1, "timestamp": 1, "mood": "good"});
         let read = Codec::default().decode(id, value.to_string().as_bytes()).unwrap();
         let holder = read.holder().unwrap();
         let next = read.by_owner(&holder, &[], Stamp { unix: 1, nonce: Nonce::from_bits(9) }).unwrap();

@@ -120,7 +120,9 @@ impl MemoryRecords {
 impl RecordStore for MemoryRecords {
     async fn read(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
         match self.next_fault().await {
-            Some(RecordFault::LostRequest | RecordFault::LostReply | RecordFault::Unavailable) => Err(ReadError::Unavailable("injected".to_owned())),
+            Some(RecordFault::LostRequest | RecordFault::LostReply | RecordFault::Unavailable) => {
+                Err(ReadError::Unavailable("injected".to_owned()))
+            }
             _ => Ok(self.read_now(id)),
         }
     }

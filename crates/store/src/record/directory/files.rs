@@ -57,7 +57,13 @@ impl Files {
     }
 
     pub(super) fn hooked(&self, hook: StepHook) -> Self {
-        Self { locks: self.locks.clone(), codec: self.codec.clone(), points: self.points.clone(), hook: Some(hook), stale_views: self.stale_views }
+        Self {
+            locks: self.locks.clone(),
+            codec: self.codec.clone(),
+            points: self.points.clone(),
+            hook: Some(hook),
+            stale_views: self.stale_views,
+        }
     }
 
     pub(super) fn versions(&self, id: SandboxId) -> PathBuf {
@@ -117,7 +123,9 @@ impl Files {
             return match error.kind() {
                 // Someone was first, or the collection was: then the version is gone with its directory.
                 ErrorKind::AlreadyExists | ErrorKind::NotFound => settle(self.read_back(id)?, next),
-                ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::PermissionDenied => Err(SwapError::Unavailable(error.to_string())),
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::PermissionDenied => {
+                    Err(SwapError::Unavailable(error.to_string()))
+                }
                 _ => Err(SwapError::Unknown(error.to_string())),
             };
         }

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    os::fd::{AsFd as _, AsRawFd, RawFd},
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -32,8 +33,17 @@ impl Drop for Running {
     }
 }
 
+/// What the runtime polls.
+struct Descriptor(Inotify);
+
+impl AsRawFd for Descriptor {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
 struct Shared {
-    inotify: AsyncFd<Inotify>,
+    inotify: AsyncFd<Descriptor>,
     watched: Mutex<Watched>,
 }
 
@@ -53,10 +63,10 @@ impl Watch {
         let shared = &running.as_ref()?.shared;
         let mut watched = shared.watched();
         let made = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO | AddWatchFlags::IN_DELETE_SELF | AddWatchFlags::IN_ONLYDIR;
-        let descriptor = shared.inotify.get_ref().add_watch(dir, made).ok()?;
+        let descriptor = shared.inotify.get_ref().0.add_watch(dir, made).ok()?;
         let counter = watched.counters.entry(descriptor).or_default().subscribe();
         if watched.counters.len() > watched.prune_at.max(MIN_PRUNED) {
-            watched.prune(shared.inotify.get_ref());
+            watched.prune(&shared.inotify.get_ref().0);
         }
         Some(counter)
     }
@@ -81,7 +91,7 @@ impl Shared {
     }
 
     async fn pass_on(&self) {
-        while let Ok(events) = self.inotify.async_io(Interest::READABLE, |inotify| inotify.read_events().map_err(Into::into)).await {
+        while let Ok(events) = self.inotify.async_io(Interest::READABLE, |inotify| inotify.0.read_events().map_err(Into::into)).await {
             let mut watched = self.watched();
             for event in events {
                 if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
@@ -106,7 +116,9 @@ fn is_version(event: &nix::sys::inotify::InotifyEvent) -> bool {
 fn start() -> Option<Running> {
     let runtime = Handle::try_current().ok()?;
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).ok()?;
-    let shared = Arc::new(Shared { inotify: AsyncFd::with_interest(inotify, Interest::READABLE).ok()?, watched: Mutex::default() });
+    #[allow(deprecated, reason = "its successor is unsafe for the sake of descriptors that are exchanged, which this one is not")]
+    let inotify = AsyncFd::with_interest(Descriptor(inotify), Interest::READABLE).ok()?;
+    let shared = Arc::new(Shared { inotify, watched: Mutex::default() });
     let reader = Arc::clone(&shared);
     let reader = runtime.spawn(async move { reader.pass_on().await }).abort_handle();
     Some(Running { shared, reader })

@@ -1,0 +1,171 @@
+//! Holding a sandbox: who may run it now, and how it changes hands.
+//!
+//! ```text
+//!            create, seek (nobody has it, or its owner's lease ran out)
+//!  (others) ─────────────────────────────► Held ◄── a renewal succeeds ──► Frozen
+//!      ▲                                    │  the lease could run out soon  │
+//!      │ release, bury                      │                                │ the record shows another owner, or none
+//!      └────────────────────────────────────┴───────────► Lost ◄─────────────┘
+//! ```
+//!
+//! Two clocks are never compared. An owner counts its lease from before the request of its last renewal; others count from when they
+//! have seen that renewal. So the owner's count runs out first, by at least [`Terms::margin`], as long as clocks run at nearly the same
+//! speed. What decides is the swap of the record in any case: a late owner can't publish, renew or release, it can only have been
+//! frozen too late.
+//!
+//! [`tenure`] and [`watch`] are the pure parts; [`driver`] and [`seek`] carry them out, over a [`RecordStore`] and a [`Clock`], on any
+//! executor; [`handoff`] is what an owner does about a waiter. The simulator runs all of it as it is.
+
+mod clock;
+mod driver;
+mod faults;
+pub mod handoff;
+mod seek;
+mod tenure;
+mod watch;
+
+use std::{collections::BTreeMap, future::Future, pin::Pin, sync::Arc, time::Duration};
+
+use sandboxer_protocol::SandboxId;
+use serde_json::Value;
+
+#[cfg(feature = "planted-faults")]
+pub use self::faults::Fault;
+pub use self::{
+    clock::{BootClock, Clock, Moment},
+    driver::{Held, Lease, LeaseError, LeaseEvent, LeaseEvents, LostReason, Release},
+    faults::Faults,
+    seek::Sought,
+};
+use crate::record::{InstanceId, Record, RecordStore, Stamp, SwapError};
+
+/// How long everything takes. All by one's own clock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Terms {
+    /// An owner that has not been seen to live for this long has lost its sandbox to whoever wants it.
+    pub lease: Duration,
+    /// How often an owner shows that it lives.
+    pub renewal: Duration,
+    /// An owner freezes its sandbox this long before its lease is over: for clocks of different speed, and for the freezing itself.
+    pub margin: Duration,
+    /// How often an owner looks for a waiter, hints or not.
+    pub owner_poll: Duration,
+    /// How often a waiter looks.
+    pub waiter_poll: Duration,
+    /// How often a waiter shows that it lives.
+    pub waiter_renewal: Duration,
+    /// A waiter that has not been seen to live for this long is not there.
+    pub waiter_lease: Duration,
+    /// One request that takes longer is given up, and settled by reading.
+    pub request: Duration,
+    /// Between a request that failed and the next.
+    pub retry: Duration,
+    /// A waiter gives up after this: its owner lives, and does not hand over.
+    pub patience: Duration,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        Self {
+            lease: Duration::from_secs(15),
+            renewal: Duration::from_secs(5),
+            margin: Duration::from_secs(3),
+            owner_poll: Duration::from_secs(1),
+            waiter_poll: Duration::from_millis(250),
+            waiter_renewal: Duration::from_secs(2),
+            waiter_lease: Duration::from_secs(8),
+            request: Duration::from_secs(4),
+            retry: Duration::from_millis(250),
+            patience: Duration::from_secs(120),
+        }
+    }
+}
+
+/// A future that a [`Spawn`] runs.
+pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+/// Runs a task of a lease; whoever provides it owns the task.
+pub type Spawn = Arc<dyn Fn(Task) + Send + Sync>;
+
+/// Everything that one instance needs to hold sandboxes.
+#[derive(Clone)]
+pub struct Leases {
+    pub(crate) records: Arc<dyn RecordStore>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) me: InstanceId,
+    pub(crate) terms: Terms,
+    pub(crate) spawn: Spawn,
+    pub(crate) faults: Faults,
+}
+
+impl Leases {
+    /// `spawn` runs the task of each lease that is held; the tasks end when the lease is released, lost, or let go.
+    #[must_use]
+    pub fn new(records: Arc<dyn RecordStore>, clock: Arc<dyn Clock>, me: InstanceId, terms: Terms, spawn: Spawn) -> Self {
+        Self { records, clock, me, terms, spawn, faults: Faults::default() }
+    }
+
+    /// With faults that a test has planted.
+    #[cfg(feature = "planted-faults")]
+    #[must_use]
+    pub fn with_faults(mut self, faults: Faults) -> Self {
+        self.faults = faults;
+        self
+    }
+
+    #[must_use]
+    pub fn instance(&self) -> &InstanceId {
+        &self.me
+    }
+
+    #[must_use]
+    pub fn records(&self) -> &Arc<dyn RecordStore> {
+        &self.records
+    }
+
+    /// Holds a sandbox that is being created.
+    ///
+    /// # Errors
+    /// The record is not there for certain. One whose reply was lost may be: it names an id that nobody was told.
+    pub async fn create(&self, id: SandboxId, attributes: BTreeMap<String, Value>) -> Result<Held, SwapError> {
+        let counted_from = self.clock.now();
+        let first = Record::first(self.me.clone(), self.stamp(), attributes);
+        let made =
+            self.within(self.records.create(id, &first)).await.unwrap_or_else(|| Err(SwapError::Unknown("no reply in time".to_owned())));
+        let stored = match made {
+            Ok(stored) => stored,
+            Err(SwapError::Conflict(Some(there))) if there.record.nonce == first.nonce => *there,
+            Err(SwapError::Unknown(why)) => match self.within(self.records.read(id)).await {
+                Some(Ok(Some(there))) if there.record.nonce == first.nonce => there,
+                _ => return Err(SwapError::Unknown(why)),
+            },
+            Err(error) => return Err(error),
+        };
+        Ok(self.hold(id, stored, Some(counted_from)))
+    }
+
+    /// Takes up a sandbox that an earlier process of this instance held in `epoch` and left running, frozen or not.
+    ///
+    /// It counts as not renewed: the first event says whether it may go on ([`LeaseEvent::Renewed`]) or is lost.
+    #[must_use]
+    pub fn resume(&self, id: SandboxId, epoch: u64) -> Held {
+        self.hold_again(id, epoch)
+    }
+
+    pub(crate) fn stamp(&self) -> Stamp {
+        Stamp { unix: self.clock.unix_time().as_secs(), nonce: self.clock.nonce() }
+    }
+
+    /// The outcome of a request, or none if there was no reply in time.
+    pub(crate) async fn within<T>(&self, request: impl Future<Output = T>) -> Option<T> {
+        let deadline = self.clock.now() + self.terms.request;
+        tokio::select! {
+            biased;
+            outcome = request => Some(outcome),
+            () = self.clock.sleep_until(deadline) => None,
+        }
+    }
+
+    pub(crate) async fn pause(&self, length: Duration) {
+        self.clock.sleep_until(self.clock.now() + length).await;
+    }
+}

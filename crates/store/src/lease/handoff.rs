@@ -1,0 +1,111 @@
+//! A sandbox that is held: saved, published, handed over, given up. The decisions, without how any of it is done.
+//!
+//! ```text
+//!           arrive: seek, restore                 a waiter, and the client consents
+//!  (others) ─────────────────────► kept ─────────────────────────────────────────────► capture ► persist ► publish and release ► stop
+//!                                   │ ▲                                                   │ any failure: answer, thaw
+//!                                   │ └───────────────────────────────────────────────────┘
+//!                                   └── the lease is lost: stop, and write nothing
+//! ```
+//!
+//! The order is what keeps a user's state: everything of a checkpoint is durable before the record names it, the sandbox stands still
+//! from its capture until the record says who goes on with it, and it is ended only when the record names the checkpoint or another
+//! owner. [`Host`] is how a sandbox is frozen, saved and restored: the server's has runsc behind it, the simulator's has a number.
+
+mod keeper;
+mod save;
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use sandboxer_protocol::SandboxId;
+use tokio_util::sync::CancellationToken;
+
+pub use self::{keeper::Keeper, save::SaveError};
+use super::{Held, Leases, LostReason, Release, Sought};
+use crate::{layout::CheckpointName, record::InstanceId};
+
+/// Whether a waiter gets the sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Consent {
+    HandOver,
+    /// A client is attached and keeps it.
+    InUse,
+}
+
+/// Why a sandbox is ended here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ending {
+    /// It goes on at this instance, or at whoever comes next.
+    HandedOver,
+    /// It was saved and given up.
+    Checkpointed,
+    /// It was killed; its record bears a tombstone, or will as soon as that can be written.
+    Killed,
+    /// It is someone else's, or gone. Nothing of it may be written.
+    Lost(LostReason),
+}
+
+/// How a sandbox is dealt with on this machine. Calls come one at a time, except that `freeze`, `thaw` and `stop` may come while a
+/// `persist` is under way. `freeze` and `thaw` may be repeated.
+#[async_trait]
+pub trait Host: Send + Sync + 'static {
+    /// The sandbox at one moment, on this machine's own disk.
+    type Capture: Send + 'static;
+
+    /// Someone else wants it. Tells the attached client, if there is one that gives way.
+    async fn asked_for(&self, by: &InstanceId) -> Consent;
+
+    async fn freeze(&self);
+
+    async fn thaw(&self);
+
+    /// Freezes the sandbox and saves it locally. It stays frozen, whatever comes out.
+    async fn capture(&self) -> Result<Self::Capture, String>;
+
+    /// Makes everything of a capture durable on the volume, under `wanted` or, if that name is taken, a later one. Nothing counts yet.
+    async fn persist(&self, capture: Self::Capture, epoch: u64, wanted: CheckpointName) -> Result<CheckpointName, String>;
+
+    /// A checkpoint counts: the copies of its name may follow.
+    async fn published(&self, name: CheckpointName);
+
+    /// Starts the sandbox from a checkpoint.
+    async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String>;
+
+    /// Ends the sandbox. The last call.
+    async fn stop(&self, why: Ending);
+}
+
+/// What became of an attach to a sandbox that was not here.
+pub enum Arrival {
+    Running(Keeper),
+    /// Never [`Sought::Held`].
+    NotHeld(Sought),
+    /// It was given up again, as it was.
+    RestoreFailed(String),
+}
+
+/// Gets hold of a sandbox and restores its latest checkpoint.
+pub async fn arrive<H: Host>(leases: &Leases, id: SandboxId, host: Arc<H>, give_up: &CancellationToken) -> Arrival {
+    let held = match leases.seek(id, give_up).await {
+        Sought::Held(held) => held,
+        other => return Arrival::NotHeld(other),
+    };
+    let restored = match held.lease.latest() {
+        Some(latest) => host.restore(latest, held.lease.epoch()).await,
+        None => Err("its record names no checkpoint".to_owned()),
+    };
+    match restored {
+        Ok(()) => Arrival::Running(keep(leases, held, host)),
+        Err(reason) => {
+            // Nobody else should have to wait for the lease to run out; if this can't be written, they do.
+            let _ = held.lease.release(Release::Anyone).await;
+            Arrival::RestoreFailed(reason)
+        }
+    }
+}
+
+/// Keeps a sandbox that runs here. The task ends with the sandbox, or without a trace when the [`Keeper`] is dropped.
+pub fn keep<H: Host>(leases: &Leases, held: Held, host: Arc<H>) -> Keeper {
+    keeper::start(leases, held, host)
+}
