@@ -1,6 +1,7 @@
 //! What the host holds: processes, mounts, cgroups, memory.
 
 use std::{
+    collections::HashSet,
     fs,
     path::{Path, PathBuf},
 };
@@ -66,19 +67,30 @@ pub fn mounts_under(dir: &Path) -> Vec<PathBuf> {
 /// Cgroups, of any controller, that are named after this sandbox.
 #[must_use]
 pub fn cgroups_of(sandbox_id: &str) -> Vec<PathBuf> {
-    fn walk(dir: &Path, depth: usize, name: &str, found: &mut Vec<PathBuf>) {
+    cgroups(&|name| name.contains(sandbox_id))
+}
+
+/// Cgroups, of any controller, that are named after one of these sandboxes.
+#[must_use]
+pub fn cgroups_of_any(sandbox_ids: &HashSet<String>) -> Vec<PathBuf> {
+    const ID_BYTES: usize = 36;
+    cgroups(&|name| name.as_bytes().windows(ID_BYTES).any(|part| std::str::from_utf8(part).is_ok_and(|id| sandbox_ids.contains(id))))
+}
+
+fn cgroups(wanted: &dyn Fn(&str) -> bool) -> Vec<PathBuf> {
+    fn walk(dir: &Path, depth: usize, wanted: &dyn Fn(&str) -> bool, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
             if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                if entry.file_name().to_string_lossy().contains(name) {
+                if wanted(&entry.file_name().to_string_lossy()) {
                     found.push(entry.path());
                 } else if depth > 0 {
-                    walk(&entry.path(), depth - 1, name, found);
+                    walk(&entry.path(), depth - 1, wanted, found);
                 }
             }
         }
     }
     let mut found = Vec::new();
-    walk(Path::new("/sys/fs/cgroup"), 5, sandbox_id, &mut found);
+    walk(Path::new("/sys/fs/cgroup"), 5, wanted, &mut found);
     found
 }
 

@@ -15,6 +15,8 @@ pub mod http;
 mod output;
 mod raw;
 mod server;
+mod tls;
+mod user;
 mod ws;
 
 use std::time::{Duration, Instant};
@@ -24,7 +26,9 @@ pub use cut::{CutProxy, Fault};
 pub use delay::DelayProxy;
 pub use output::{Assembly, Outcome, sha256};
 pub use raw::{Frame, Opcode, Raw};
-pub use server::{Options, Server, shared};
+pub use server::{Options, Server, shared, shared_as};
+pub use tls::{Certificate, TlsTunnel};
+pub use user::User;
 pub use ws::{Incoming, Ws};
 
 /// How long anything may take that is expected to come. Generous: the machine may be busy with other things.

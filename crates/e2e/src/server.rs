@@ -7,7 +7,7 @@ use std::{
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
-    sync::{LazyLock, mpsc},
+    sync::{LazyLock, Mutex, mpsc},
     time::{Duration, Instant},
 };
 
@@ -16,7 +16,7 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{DEADLINE, binary, host, http};
+use crate::{DEADLINE, User, host, http};
 
 /// The first start on a machine builds the base image.
 const READY_DEADLINE: Duration = Duration::from_secs(600);
@@ -39,9 +39,20 @@ pub fn shared() -> &'static Server {
     &SHARED
 }
 
+/// The same as [`shared`], as this user.
+#[must_use]
+pub fn shared_as(user: User) -> &'static Server {
+    static ORDINARY: LazyLock<Server> = LazyLock::new(|| Options::default().user(User::Ordinary).start());
+    match user {
+        User::Current => shared(),
+        User::Ordinary => &ORDINARY,
+    }
+}
+
 /// How to start a server.
 #[derive(Debug, Clone)]
 pub struct Options {
+    user: User,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
     listen: Option<String>,
@@ -50,7 +61,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { arguments: Vec::new(), environment: Vec::new(), listen: Some("127.0.0.1:0".to_owned()), ready: true }
+        Self { user: User::Current, arguments: Vec::new(), environment: Vec::new(), listen: Some("127.0.0.1:0".to_owned()), ready: true }
     }
 }
 
@@ -64,6 +75,13 @@ impl Options {
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<String>) -> Self {
         self.environment.push((name.to_owned(), value.into()));
+        self
+    }
+
+    /// As whom it runs.
+    #[must_use]
+    pub fn user(mut self, user: User) -> Self {
+        self.user = user;
         self
     }
 
@@ -87,18 +105,16 @@ impl Options {
         let home = tempfile::Builder::new().prefix("sbx-").tempdir_in("/tmp").unwrap().keep();
         let data = home.join("data");
         let log = home.join("server.log");
+        self.user.settle(&home);
         let running = Running::start(&self, &home, &data, &log);
         Server { options: self, home, data, log, running }
     }
 
-    fn command(&self, data: &Path) -> Command {
-        let mut command = binary::command();
+    fn command(&self, home: &Path, data: &Path) -> Command {
+        let mut command = self.user.command(home);
         command.arg("serve").arg("--data-dir").arg(data);
         if let Some(listen) = &self.listen {
             command.args(["--listen", listen]);
-        }
-        if let Some(images) = std::env::var_os("SANDBOXER_IMAGE_DIR") {
-            command.arg("--image-dir").arg(images);
         }
         command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
@@ -120,12 +136,14 @@ struct Running {
     child: Child,
     watchdog: Child,
     address: SocketAddr,
+    /// What it says on its standard output behind its address.
+    said: Mutex<mpsc::Receiver<String>>,
 }
 
 impl Running {
     fn start(options: &Options, home: &Path, data: &Path, log: &Path) -> Self {
         let file = File::options().create(true).append(true).open(log).unwrap();
-        let mut child = options.command(data).stdout(Stdio::piped()).stderr(file).process_group(0).spawn().unwrap();
+        let mut child = options.command(home, data).stdout(Stdio::piped()).stderr(file).process_group(0).spawn().unwrap();
         let watchdog = Command::new("sh")
             .args(["-c", WATCHDOG, "watchdog", &child.id().to_string()])
             .arg(home)
@@ -138,12 +156,12 @@ impl Running {
         let lines = lines_of(child.stdout.take().unwrap());
         let address = match lines.recv_timeout(READY_DEADLINE) {
             Ok(line) => line
-                .strip_prefix("sandboxer listening on http://")
-                .and_then(|address| address.trim_end_matches('/').parse().ok())
+                .strip_prefix("sandboxer listening on http")
+                .and_then(|rest| rest.trim_start_matches('s').strip_prefix("://")?.trim_end_matches('/').parse().ok())
                 .unwrap_or_else(|| panic!("the first line of the server's stdout is {line:?}")),
             Err(_) => panic!("the server said no address (exit: {:?}); its log:\n{}", child.wait(), tail(log, LOG_TAIL_LINES)),
         };
-        let running = Self { child, watchdog, address };
+        let running = Self { child, watchdog, address, said: Mutex::new(lines) };
         if options.ready {
             running.wait_until_ready(log);
         }
@@ -193,6 +211,12 @@ impl Server {
     #[must_use]
     pub fn log_path(&self) -> &Path {
         &self.log
+    }
+
+    /// The next line of its standard output, behind the one with its address.
+    #[must_use]
+    pub fn said(&self) -> String {
+        self.running.said.lock().unwrap().recv_timeout(DEADLINE).expect("it says nothing more")
     }
 
     /// All that the server has written to its log so far.

@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::time::Duration;
+use std::{fs::File, time::Duration};
 
-use sandboxer_e2e::{Options, Server, Ws, eventually, http, shared};
+use sandboxer_e2e::{Options, Raw, Server, Ws, eventually, http, shared};
 use serde_json::json;
 
 #[test]
@@ -101,4 +101,65 @@ async fn the_log_names_the_sandbox_and_never_its_token_or_its_code() {
     let log = server.log();
     assert!(log.contains(&ws.sandbox_id), "{log}");
     assert!(!log.contains(&ws.sandbox_token) && !log.contains("marker-in-the-code"), "{log}");
+}
+
+#[tokio::test]
+async fn a_server_whose_image_is_being_built_is_alive_but_not_ready() {
+    let images = tempfile::tempdir().unwrap();
+    // Somebody else builds it, and takes long.
+    let building = File::create(images.path().join("build.lock")).unwrap();
+    building.lock().unwrap();
+    let server = Options::default().arg("--image-dir").arg(images.path().to_str().unwrap()).not_waiting().start();
+    eventually("it waits for the image", Duration::from_secs(10), || server.get("/readyz").body.contains("waiting for another process"))
+        .await;
+    let answer = server.get("/readyz");
+    let expected = "preparing the base image: 0 %, waiting for another process that is building it\n";
+    assert_eq!((answer.status, answer.body.as_str()), (503, expected));
+    assert_eq!(server.get("/healthz").status, 200);
+    let mut ws = Ws::open(&server, "/create").await;
+    ws.send(json!({})).await;
+    ws.expect_status("SANDBOX_CREATING").await;
+    ws.expect_status("SANDBOX_CREATION_ERROR").await;
+    ws.expect_error("not_ready").await;
+    ws.expect_close(4000).await;
+}
+
+#[tokio::test]
+async fn a_server_that_is_draining_says_so_to_whoever_comes() {
+    let mut server = Options::default().start();
+    let sandbox = Ws::create(&server).await.sandbox_id.clone();
+    // One client that does not answer the close, for which the server waits a moment.
+    let (_slow, _) = Raw::create(server.address(), None).await;
+    server.term();
+    eventually("it is not ready", Duration::from_secs(2), || server.get("/readyz").status == 503).await;
+    let answer = server.get("/readyz");
+    assert_eq!((answer.status, answer.body.as_str()), (503, "stopping\n"));
+    assert_eq!(server.get("/healthz").status, 200);
+    let mut ws = Ws::open(&server, "/create").await;
+    ws.send(json!({})).await;
+    ws.expect_status("SANDBOX_CREATING").await;
+    ws.expect_status("SANDBOX_CREATION_ERROR").await;
+    ws.expect_error("server_stopping").await;
+    ws.expect_close(4000).await;
+    let mut ws = Ws::open(&server, &format!("/attach/{sandbox}")).await;
+    ws.expect_error("server_stopping").await;
+    ws.expect_close(1001).await;
+    assert!(server.exited().await.success());
+}
+
+#[tokio::test]
+async fn metrics_are_served_without_a_key_at_an_address_of_their_own() {
+    let key = "key-of-the-tests-0123456789abcdef";
+    let server = Options::default().env("SANDBOXER_API_KEYS", key).arg("--metrics-listen").arg("127.0.0.1:0").start();
+    let said = server.said();
+    let address = said.strip_prefix("sandboxer serving metrics on http://").and_then(|rest| rest.strip_suffix("/metrics"));
+    let address = address.and_then(|address| address.parse().ok()).unwrap_or_else(|| panic!("{said:?}"));
+    let answer = http::try_get(address, "/metrics", &[]).unwrap();
+    assert_eq!(answer.status, 200);
+    assert!(answer.body.contains("sandboxer_live_sandboxes 0"), "{}", answer.body);
+    for path in ["/", "/healthz", "/create", "/attach/x", "/v1/sandboxes"] {
+        assert_eq!(http::try_get(address, path, &http::UPGRADE).unwrap().status, 404, "{path}");
+    }
+    assert_eq!(server.get("/metrics").status, 401);
+    assert_eq!(http::try_get(server.address(), "/metrics", &[("X-API-Key", key)]).unwrap().status, 200);
 }

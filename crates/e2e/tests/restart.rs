@@ -2,11 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::time::Duration;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use futures_util::future::join_all;
 use sandboxer_e2e::{Assembly, Incoming, Options, Server, Ws, count, eventually, host};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 /// Prints numbered lines on both streams until it is told to stop.
 const PROGRAM: &str = "
@@ -72,9 +76,9 @@ impl Follower {
 
 #[tokio::test]
 async fn kill_9_of_the_server_loses_no_sandbox_and_no_byte() {
-    let sandboxes = count(8, 20);
-    let mut server = Options::default().arg("--max-sandboxes").arg("20").start();
-    let mut followers = join_all((0..sandboxes).map(|_| Follower::start(&server))).await;
+    const SANDBOXES: usize = 20;
+    let mut server = Options::default().arg("--max-sandboxes").arg(SANDBOXES.to_string()).start();
+    let mut followers = join_all((0..SANDBOXES).map(|_| Follower::start(&server))).await;
     for _ in 0..count(10, 100) {
         join_all(followers.iter_mut().map(|follower| follower.follow(&server, 60, false))).await;
         server.kill9();
@@ -168,4 +172,75 @@ async fn a_server_killed_while_sandboxes_are_made_leaves_none_that_nobody_can_re
     server.term();
     assert!(server.exited().await.success());
     assert_eq!(live(&server), 0, "{:#?}", server.sandbox_processes());
+}
+
+/// Where the server keeps what it knows of a sandbox.
+fn directory(server: &Server, id: &str) -> PathBuf {
+    server.data_dir().join("sandboxes").join(id)
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// What is there now, with no more fields than the sample has: as it would have been written when the sample was.
+fn reduced(now: &Value, sample: &Value) -> Value {
+    match (now, sample) {
+        // A map of the client's, not of ours.
+        (now, Value::Object(fields)) if fields.is_empty() => now.clone(),
+        (Value::Object(now), Value::Object(sample)) => {
+            let field = |(name, sample): (&String, &Value)| {
+                (name.clone(), reduced(now.get(name).unwrap_or_else(|| panic!("{name} is no longer written")), sample))
+            };
+            Value::Object(sample.iter().map(field).collect::<Map<_, _>>())
+        }
+        (now, _) => now.clone(),
+    }
+}
+
+/// The samples are never changed: a server that writes another format gets another sample beside them, and still takes up these.
+#[tokio::test]
+async fn a_sandbox_that_was_written_down_in_the_first_format_is_taken_up() {
+    let mut server = Options::default().start();
+    let kept = Ws::create_with(&server, json!({"env": {"KEPT": "yes"}})).await;
+    let mut follower = Follower::start(&server).await;
+    follower.follow(&server, 60, false).await;
+    server.kill9();
+    for id in [&kept.sandbox_id, &follower.id] {
+        for (file, sample) in
+            [("record.json", include_str!("formats/record-1.json")), ("runtime.json", include_str!("formats/runtime-1.json"))]
+        {
+            let path = directory(&server, id).join(file);
+            let old = reduced(&read(&path), &serde_json::from_str(sample).unwrap());
+            assert_eq!(old["version"], 1, "{file} has a new version: it needs a sample of its own here");
+            fs::write(&path, old.to_string()).unwrap();
+        }
+    }
+    server.restart();
+    let path = format!("/attach/{}", kept.sandbox_id);
+    let mut ws = Ws::connect(server.address(), &path, &[("X-Sandbox-Token", &kept.sandbox_token)]).await.unwrap();
+    ws.expect_status("SANDBOX_RUNNING").await;
+    assert_eq!(ws.bash("echo $KEPT; pwd").await.ok(), "yes\n/root\n");
+    follower.follow(&server, 0, true).await;
+    follower.expect_exact();
+}
+
+#[tokio::test]
+async fn a_sandbox_of_a_newer_server_is_left_alone_until_that_one_comes_back() {
+    let mut server = Options::default().start();
+    let mut follower = Follower::start(&server).await;
+    server.kill9();
+    let record = directory(&server, &follower.id).join("record.json");
+    let known = fs::read(&record).unwrap();
+    fs::write(&record, json!({"version": 2, "of": "tomorrow"}).to_string()).unwrap();
+    server.restart();
+    let mut ws = Ws::open(&server, &format!("/attach/{}", follower.id)).await;
+    ws.expect_status("SANDBOX_NOT_FOUND").await;
+    ws.expect_close(1011).await;
+    server.kill9();
+    fs::write(&record, known).unwrap();
+    server.restart();
+    follower.follow(&server, 60, false).await;
+    follower.follow(&server, 0, true).await;
+    follower.expect_exact();
 }

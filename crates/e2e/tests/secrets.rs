@@ -1,16 +1,16 @@
-//! Who may connect, and what a guest can't find out.
+//! Who may connect, and what a guest can't find out. All of it for a server of root's and for one of an ordinary user.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::path::Path;
 
-use sandboxer_e2e::{Options, Server, Ws, command, http, shared, stderr_of};
+use sandboxer_e2e::{Options, Server, User, Ws, as_both_users, command, http, shared_as, stderr_of};
 use serde_json::json;
 
 const KEY: &str = "key-of-the-tests-0123456789abcdef";
 
-fn keyed() -> Server {
-    Options::default().env("SANDBOXER_API_KEYS", KEY).start()
+fn keyed(user: User) -> Server {
+    Options::default().user(user).env("SANDBOXER_API_KEYS", KEY).start()
 }
 
 async fn denied(server: &Server, path: &str, headers: &[(&str, &str)]) {
@@ -20,9 +20,8 @@ async fn denied(server: &Server, path: &str, headers: &[(&str, &str)]) {
     ws.expect_close(4000).await;
 }
 
-#[tokio::test]
-async fn with_keys_on_everything_but_health_needs_one() {
-    let server = keyed();
+async fn with_keys_on_everything_but_health_needs_one(user: User) {
+    let server = keyed(user);
     let get = |path, headers: &[(&str, &str)]| http::try_get(server.address(), path, headers).unwrap().status;
     for path in ["/healthz", "/readyz"] {
         assert_eq!(get(path, &[]), 200, "{path}");
@@ -39,9 +38,8 @@ async fn with_keys_on_everything_but_health_needs_one() {
     assert_eq!(get("/metrics", &[("X-API-Key", KEY)]), 200);
 }
 
-#[tokio::test]
-async fn with_keys_on_an_attach_needs_the_token_and_an_unknown_id_is_denied_alike() {
-    let server = keyed();
+async fn with_keys_on_an_attach_needs_the_token_and_an_unknown_id_is_denied_alike(user: User) {
+    let server = keyed(user);
     let key = ("X-API-Key", KEY);
     let mut ws = Ws::connect(server.address(), "/create", &[key]).await.unwrap();
     ws.send(json!({})).await;
@@ -78,9 +76,8 @@ fn found_in_files(dir: &Path, text: &str) -> bool {
     })
 }
 
-#[tokio::test]
-async fn without_keys_the_id_opens_it_but_a_token_that_is_given_must_be_right() {
-    let server = shared();
+async fn without_keys_the_id_opens_it_but_a_token_that_is_given_must_be_right(user: User) {
+    let server = shared_as(user);
     let ws = Ws::create(server).await;
     let (id, token) = (ws.sandbox_id.clone(), ws.sandbox_token.clone());
     ws.close().await;
@@ -101,10 +98,9 @@ fn another_address_is_refused_without_keys() {
     assert!(told.contains("--api-keys-file") && told.contains("--insecure-no-auth"), "{told}");
 }
 
-#[tokio::test]
-async fn nothing_of_the_host_can_be_read() {
+async fn nothing_of_the_host_can_be_read(user: User) {
     let marker = format!("marker-{}", uuid::Uuid::new_v4());
-    let server = Options::default().env("MARKER_VARIABLE", &marker).start();
+    let server = Options::default().user(user).env("MARKER_VARIABLE", &marker).start();
     let file = tempfile::Builder::new().prefix(&marker).tempfile_in("/tmp").unwrap();
     std::fs::write(file.path(), &marker).unwrap();
     std::fs::create_dir_all(server.data_dir().join("marker")).unwrap();
@@ -138,9 +134,8 @@ async fn nothing_of_the_host_can_be_read() {
 }
 
 /// Every byte of memory that the guest can open, searched for the secrets of its own sandbox.
-#[tokio::test]
-async fn tokens_and_keys_are_in_no_memory_that_the_guest_can_reach() {
-    let server = keyed();
+async fn tokens_and_keys_are_in_no_memory_that_the_guest_can_reach(user: User) {
+    let server = keyed(user);
     let mut ws = Ws::connect(server.address(), "/create", &[("X-API-Key", KEY)]).await.unwrap();
     ws.send(json!({})).await;
     ws.expect_created().await;
@@ -166,3 +161,11 @@ print('found in', sorted(found))
     ws.send(json!({"event": "stdin", "data": format!("{} {}\n", halves(&token), halves(KEY))})).await;
     assert_eq!(ws.until_done().await.ok(), "found in []\n");
 }
+
+as_both_users!(
+    with_keys_on_everything_but_health_needs_one,
+    with_keys_on_an_attach_needs_the_token_and_an_unknown_id_is_denied_alike,
+    without_keys_the_id_opens_it_but_a_token_that_is_given_must_be_right,
+    nothing_of_the_host_can_be_read,
+    tokens_and_keys_are_in_no_memory_that_the_guest_can_reach,
+);

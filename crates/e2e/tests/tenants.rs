@@ -1,0 +1,135 @@
+//! What a key may use, and what becomes of those who hold a connection without using it.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use sandboxer_e2e::{Options, Server, Ws, shared};
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::timeout,
+};
+
+const ALICE: (&str, &str) = ("X-API-Key", "key-of-alice-0123456789");
+const BOB: (&str, &str) = ("X-API-Key", "key-of-bob-0123456789");
+
+fn server(option: &str, value: &str) -> Server {
+    let keys = format!("alice:{},bob:{}", ALICE.1, BOB.1);
+    Options::default().env("SANDBOXER_API_KEYS", keys).arg(option).arg(value).start()
+}
+
+async fn asks(server: &Server, key: (&str, &str)) -> Ws {
+    let mut ws = Ws::connect(server.address(), "/create", &[key]).await.unwrap();
+    ws.send(json!({})).await;
+    ws
+}
+
+async fn creates(server: &Server, key: (&str, &str)) -> Ws {
+    let mut ws = asks(server, key).await;
+    ws.expect_created().await;
+    ws
+}
+
+async fn is_refused(server: &Server, key: (&str, &str), message: &str) {
+    let mut ws = asks(server, key).await;
+    ws.expect_status("SANDBOX_CREATING").await;
+    let status = ws.expect_status("SANDBOX_CREATION_ERROR").await;
+    let error = ws.expect_error("rate_limited").await;
+    assert_eq!((status["message"].as_str(), error["message"].as_str()), (Some(message), Some(message)));
+    ws.expect_close(4000).await;
+}
+
+#[tokio::test]
+async fn a_key_has_so_many_sandboxes_at_once_and_others_are_not_affected() {
+    let mut server = server("--key-max-sandboxes", "1");
+    let message = "This API key has 1 sandboxes, and that is all it may have at once. End one first.";
+    let mut alice = creates(&server, ALICE).await;
+    is_refused(&server, ALICE, message).await;
+    creates(&server, BOB).await.expect_alive().await;
+    // It counts across a restart, and no longer once it is killed.
+    server.kill9();
+    server.restart();
+    is_refused(&server, ALICE, message).await;
+    let path = format!("/attach/{}", alice.sandbox_id);
+    alice = Ws::connect(server.address(), &path, &[ALICE, ("X-Sandbox-Token", &alice.sandbox_token)]).await.unwrap();
+    alice.expect_status("SANDBOX_RUNNING").await;
+    alice.expect_alive().await;
+    alice.send(json!({"action": "kill_sandbox"})).await;
+    alice.expect_status("SANDBOX_KILLING").await;
+    alice.expect_status("SANDBOX_KILLED").await;
+    creates(&server, ALICE).await.expect_alive().await;
+}
+
+#[tokio::test]
+async fn a_key_makes_so_many_sandboxes_a_minute_and_others_are_not_affected() {
+    let server = server("--key-creates-per-minute", "2");
+    for _ in 0..2 {
+        let mut ws = creates(&server, ALICE).await;
+        ws.send(json!({"action": "kill_sandbox"})).await;
+        ws.expect_status("SANDBOX_KILLING").await;
+        ws.expect_status("SANDBOX_KILLED").await;
+    }
+    is_refused(&server, ALICE, "This API key has made 2 sandboxes within a minute, and may not make more. Try again later.").await;
+    creates(&server, BOB).await.expect_alive().await;
+}
+
+/// How long the server keeps a connection on which `first` was sent and nothing more.
+async fn held_for(server: &Server, first: &[u8]) -> Duration {
+    let mut stream = TcpStream::connect(server.address()).await.unwrap();
+    stream.write_all(first).await.unwrap();
+    let begun = Instant::now();
+    let mut answer = Vec::new();
+    let read = timeout(Duration::from_secs(20), stream.read_to_end(&mut answer)).await;
+    assert!(read.is_ok(), "{:?} is served for ever", String::from_utf8_lossy(first));
+    begun.elapsed()
+}
+
+#[tokio::test]
+async fn a_connection_that_asks_for_nothing_is_cut_off() {
+    let server = shared();
+    let host = format!("Host: {}\r\n", server.address());
+    let half = format!("GET /healthz HTTP/1.1\r\n{host}X-Slow: ");
+    let whole = format!("GET /healthz HTTP/1.1\r\n{host}\r\n");
+    let requests: [&[u8]; 3] = [b"", half.as_bytes(), whole.as_bytes()];
+    for (request, held) in requests.iter().zip(join_all(requests.iter().map(|request| held_for(server, request))).await) {
+        let expected = Duration::from_secs(8)..Duration::from_secs(16);
+        assert!(expected.contains(&held), "{:?} was held for {held:?}", String::from_utf8_lossy(request));
+    }
+}
+
+#[tokio::test]
+async fn a_limit_above_what_the_server_allows_fails_the_creation_and_is_named() {
+    let options = ["--max-memory-mb", "512", "--max-cpus", "0.5", "--max-pids", "64", "--max-disk-mb", "128"];
+    let server = options.iter().fold(Options::default(), |server, argument| server.arg(*argument)).start();
+    for (limit, asked, most) in [
+        ("memory_mb", json!(513), "512"),
+        ("cpus", json!(0.75), "0.5"),
+        ("pids", json!(65), "64"),
+        ("disk_mb", json!(129), "128"),
+        ("memory_mb", json!(u64::MAX), "512"),
+    ] {
+        let mut ws = Ws::open(&server, "/create").await;
+        ws.send(json!({"limits": {limit: asked}})).await;
+        ws.expect_status("SANDBOX_CREATING").await;
+        ws.expect_status("SANDBOX_CREATION_ERROR").await;
+        let error = ws.expect_error("limit_too_high").await;
+        assert_eq!(error["message"], Value::from(format!("limits.{limit}: {asked} is more than the {most} that this server allows.")));
+        ws.expect_close(4000).await;
+    }
+    // Who asks for nothing gets what is allowed.
+    let mut ws = Ws::create(&server).await;
+    let code = "
+import os, time
+made = 0
+try:
+    while made < 100:
+        if os.fork() == 0: time.sleep(1000)
+        made += 1
+except BlockingIOError: print(made)
+";
+    let output = ws.python(code).await;
+    assert!(output.ok().trim().parse::<usize>().is_ok_and(|made| (50..64).contains(&made)), "{output:?}");
+}
