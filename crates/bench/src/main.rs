@@ -60,6 +60,9 @@ struct Args {
     /// What the throughput programs print, in MiB
     #[arg(long, default_value_t = 64, value_name = "MIB")]
     stdout_mib: usize,
+    /// Measure the throughput of stdout alone
+    #[arg(long)]
+    stdout_only: bool,
     /// The server's binary; without it, the one beside this one
     #[arg(long, env = "SANDBOXER_BIN", value_name = "FILE")]
     server: Option<PathBuf>,
@@ -175,5 +178,6 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
         samples: Samples::default(),
         spins: Vec::new(),
         stdout_mib: args.stdout_mib,
+        stdout_only: args.stdout_only,
     })
 }

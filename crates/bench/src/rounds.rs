@@ -50,11 +50,20 @@ pub(crate) struct Bench {
     pub(crate) samples: Samples,
     pub(crate) spins: Vec<f64>,
     pub(crate) stdout_mib: usize,
+    pub(crate) stdout_only: bool,
 }
 
 impl Bench {
     pub(crate) async fn round(&mut self, round: usize) -> Result<()> {
         self.spins.push(machine::spin());
+        if !self.stdout_only {
+            self.latencies(round).await?;
+            self.spins.push(machine::spin());
+        }
+        self.throughput(round).await
+    }
+
+    async fn latencies(&mut self, round: usize) -> Result<()> {
         for column in turned(round) {
             self.create(column).await.with_context(|| format!("create: {}", column.title()))?;
         }
@@ -65,8 +74,10 @@ impl Bench {
         for repeat in 0..PRINTS {
             self.program(round + repeat, &programs::print(), &PRINT).await?;
         }
-        self.program(round, &programs::imports(), &IMPORTS).await?;
-        self.spins.push(machine::spin());
+        self.program(round, &programs::imports(), &IMPORTS).await
+    }
+
+    async fn throughput(&mut self, round: usize) -> Result<()> {
         for (row, write) in [(Row::StdoutLarge, LARGE_WRITE), (Row::StdoutSmall, SMALL_WRITE)] {
             let program = programs::stdout(self.stdout_mib, write);
             for column in turned(round) {

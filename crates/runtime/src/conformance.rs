@@ -53,6 +53,7 @@ macro_rules! conformance_tests {
             a_sandbox_taken_up_and_killed_is_noticed_at_once,
             a_saved_sandbox_goes_on_and_so_does_its_copy,
             a_sandbox_saved_to_stop_goes_on_elsewhere,
+            a_sandbox_saved_to_stop_can_be_thawed,
             a_failed_save_keeps_the_sandbox_running,
             a_frozen_sandbox_waits,
         );

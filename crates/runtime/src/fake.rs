@@ -172,12 +172,10 @@ impl Runtime for FakeRuntime {
             }
             let refuse_execution = self.0.refuses_executions;
             self.order(id, |reply| Order::Save { into: into.to_owned(), refuse_execution, reply }).await??;
-            if after == AfterSave::Stop {
-                let sandbox = self.find(id)?;
-                sandbox.orders.send(Order::End(End::Killed)).await.ok();
-                sandbox.ended.wait().await;
+            match after {
+                AfterSave::GoOn => Ok(()),
+                AfterSave::Freeze => self.order(id, |reply| Order::Freeze { frozen: true, reply }).await,
             }
-            Ok(())
         })
     }
 

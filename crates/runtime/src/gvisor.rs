@@ -291,13 +291,7 @@ impl Runtime for GvisorRuntime {
         Box::pin(async move {
             match after {
                 AfterSave::GoOn => save::save(&self.runsc, id, into).await,
-                AfterSave::Stop => {
-                    let known = self.known().get(&id).cloned().ok_or(RuntimeError::NotFound)?;
-                    save::save_frozen(&self.runsc, id, dir, into).await?;
-                    self.end_known(&known, &id.to_string(), dir)
-                        .await
-                        .map_err(|why| RuntimeError::Failed { what: "end the saved sandbox", why })
-                }
+                AfterSave::Freeze => save::save_frozen(&self.runsc, id, dir, into).await,
             }
         })
     }
@@ -310,8 +304,12 @@ impl Runtime for GvisorRuntime {
         Box::pin(async move { self.runsc.pause(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("freeze the sandbox", &error)) })
     }
 
-    fn resume<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
-        Box::pin(async move { self.runsc.resume(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("thaw the sandbox", &error)) })
+    fn resume<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(async move {
+            self.runsc.resume(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("thaw the sandbox", &error))?;
+            save::forget_interrupted(dir);
+            Ok(())
+        })
     }
 
     fn remove<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {

@@ -67,6 +67,11 @@ impl LinkReader {
         }
     }
 
+    /// The next frame if all of it was read already.
+    pub fn ready(&mut self) -> Option<Result<FromAgentFrame, LinkError>> {
+        self.decoder.next().map_err(LinkError::from).transpose()
+    }
+
     /// The next frame, within a time limit.
     ///
     /// # Errors

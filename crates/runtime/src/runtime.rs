@@ -37,7 +37,8 @@ pub struct HostResources {
 /// What becomes of a sandbox once it is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterSave {
-    Stop,
+    /// It is left frozen: `remove` it when what was saved is safe, or `resume` it.
+    Freeze,
     GoOn,
 }
 
@@ -88,8 +89,7 @@ pub trait Runtime: Send + Sync + 'static {
     /// any other error it may still be there.
     fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
 
-    /// Saves the sandbox into the empty directory `into`. The sandbox goes on after a failure. With [`AfterSave::Stop`] it has ended
-    /// when this returns; `remove` it then.
+    /// Saves the sandbox into the empty directory `into`. The sandbox goes on after a failure.
     fn checkpoint<'a>(&'a self, id: SandboxId, dir: &'a Path, into: &'a Path, after: AfterSave) -> BoxFuture<'a, Result<(), RuntimeError>>;
 
     /// Starts a sandbox from what `checkpoint` saved. The image must be the one it was saved with.

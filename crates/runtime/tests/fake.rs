@@ -70,8 +70,8 @@ async fn faults_come_when_asked_for() {
     let session = Session::start(&fake).await;
     let (id, dir) = (session.launch.id, session.launch.dir.clone());
     fake.0.fail_next(Fault::Checkpoint, "the disk is full");
-    assert!(fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Stop).await.is_err());
-    fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Stop).await.unwrap();
+    assert!(fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze).await.is_err());
+    fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze).await.unwrap();
     fake.0.remove(id, &dir).await.unwrap();
     fake.0.fail_next(Fault::Start, "no memory");
     let instance = fake.0.start(&session.launch).await.unwrap();

@@ -44,6 +44,7 @@ async fn promises() {
         a_sandbox_killed_from_outside_is_noticed_at_once,
         a_saved_sandbox_goes_on_and_so_does_its_copy,
         a_sandbox_saved_to_stop_goes_on_elsewhere,
+        a_sandbox_saved_to_stop_can_be_thawed,
         a_half_started_sandbox_leaves_nothing,
         a_removed_sandbox_leaves_nothing
     );

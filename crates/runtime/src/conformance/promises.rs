@@ -285,8 +285,10 @@ pub async fn a_sandbox_saved_to_stop_goes_on_elsewhere(subject: &dyn Subject) {
     session.until_stdout(40).await;
     session.settle().await;
     let (id, dir) = (session.launch.id, session.launch.dir.clone());
-    subject.runtime().checkpoint(id, &dir, &session.save_dir(), AfterSave::Stop).await.expect("it is saved");
-    end_of(&session.link.ended).await;
+    subject.runtime().checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze).await.expect("it is saved");
+    // What was in the pipe still comes.
+    while session.try_control(Duration::from_millis(200)).await.is_ok() {}
+    session.expect_silence().await;
     subject.runtime().remove(id, &dir).await.expect("it is removed");
     assert_eq!(subject.leftovers(id, &dir), Vec::<String>::new());
     let mut copy = session.restored(subject).await;
@@ -295,12 +297,27 @@ pub async fn a_sandbox_saved_to_stop_goes_on_elsewhere(subject: &dyn Subject) {
     copy.remove(subject).await;
 }
 
+pub async fn a_sandbox_saved_to_stop_can_be_thawed(subject: &dyn Subject) {
+    let mut session = Session::start(subject).await;
+    session.exec(COUNTER).await;
+    session.allow(PLENTY).await;
+    session.until_stdout(40).await;
+    session.settle().await;
+    let (id, dir) = (session.launch.id, session.launch.dir.clone());
+    subject.runtime().checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze).await.expect("it is saved");
+    subject.runtime().resume(id, &dir).await.expect("it is thawed");
+    session.allow(PLENTY).await;
+    session.until_exit().await;
+    assert_eq!(text(&session.received.stdout), counted());
+    session.remove(subject).await;
+}
+
 pub async fn a_failed_save_keeps_the_sandbox_running(subject: &dyn Subject) {
     let mut session = Session::start(subject).await;
     let (id, dir) = (session.launch.id, session.launch.dir.clone());
     let file = session.save_dir().join("file");
     std::fs::write(&file, "").expect("a file");
-    for after in [AfterSave::GoOn, AfterSave::Stop] {
+    for after in [AfterSave::GoOn, AfterSave::Freeze] {
         let error = subject.runtime().checkpoint(id, &dir, &file.join("below"), after).await.expect_err("there is no such directory");
         assert!(matches!(error, RuntimeError::Failed { .. }), "{error}");
         assert_eq!(session.run("echo alive").await.0, "alive\n");

@@ -1,7 +1,7 @@
 //! Saving a sandbox so that a failure does not cost it.
 //!
 //! `runsc checkpoint` without `-leave-running` ends the sandbox even if it could not save it (seen: a full disk). So one that is to
-//! stop is frozen first, saved with `-leave-running`, which leaves it frozen, and ended by the caller only when everything is there;
+//! stop is frozen first, saved with `-leave-running`, which leaves it frozen, and removed by the caller only when everything is safe;
 //! after a failure it is thawed. What is restored from such an image runs.
 
 use std::{
@@ -56,6 +56,11 @@ pub(super) async fn finish_interrupted(runsc: &Runsc, id: SandboxId, dir: &Path)
         runsc.resume(&id.to_string(), CALL_LIMIT).await.ok();
         fs::remove_file(note).ok();
     }
+}
+
+/// It runs again.
+pub(super) fn forget_interrupted(dir: &Path) {
+    fs::remove_file(note(dir)).ok();
 }
 
 fn note(dir: &Path) -> PathBuf {

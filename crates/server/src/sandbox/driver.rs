@@ -52,6 +52,8 @@ const SILENT_AT_MOST: Duration = Duration::from_secs(300);
 const MAX_KNOCKING: usize = 8;
 /// Beyond this no request is taken that could add to what waits for the agent.
 const MAX_AGENT_BACKLOG: usize = MAX_FRAME_TO_AGENT_BYTES;
+/// Frames of the agent that are taken together.
+const FRAMES_A_TURN: usize = 64;
 /// Under load, output between two pings.
 const PING_EVERY_BYTES: u64 = 512 * 1024;
 
@@ -267,7 +269,7 @@ impl Driver {
             self.note_idleness();
             let event = self.next_event().await;
             let outcome = match event {
-                Event::Frame(frame) => self.on_frame(frame),
+                Event::Frame(frame) => self.on_frames(frame),
                 Event::Flushed(result) => {
                     if let Err(error) = result {
                         debug!(%error, "the agent's FIFO can't be written; waiting for the end of the sandbox");
@@ -304,6 +306,18 @@ impl Driver {
                 return self.finish(outcome).await;
             }
         }
+    }
+
+    /// Takes a frame and those that were read with it, so that small ones don't cost a turn of the loop each.
+    fn on_frames(&mut self, first: Result<FromAgentFrame, LinkError>) -> Option<Outcome> {
+        let mut outcome = self.on_frame(first);
+        let mut more = FRAMES_A_TURN;
+        while outcome.is_none() && more > 0 && self.link_closed.is_none() {
+            let next = self.reader.ready()?;
+            outcome = self.on_frame(next);
+            more -= 1;
+        }
+        outcome
     }
 
     async fn next_event(&mut self) -> Event {
@@ -487,8 +501,11 @@ impl Driver {
     fn on_client_gone(&mut self) {
         self.knock_deadline = None;
         self.waiting = None;
-        if let Some(client) = self.client.take() {
+        if let Some(mut client) = self.client.take() {
             debug!("the client is gone");
+            if let Some(Pinged { number, upto, end, .. }) = client.last_answer() {
+                self.acknowledge(number, upto, end);
+            }
             if client.delivery.is_some()
                 && let Some(execution) = &self.execution
             {
@@ -644,7 +661,11 @@ impl Driver {
                 }
                 false
             });
-            if let (Ok(true), Some(delivery), Some(handed)) = (read.await, delivery, handed) {
+            let read = read.await;
+            if let Some(Pinged { number, upto, end, .. }) = client.last_answer() {
+                self.acknowledge(number, upto, end);
+            }
+            if let (Ok(true), Some(delivery), Some(handed)) = (read, delivery, handed) {
                 self.acknowledge(delivery.number, handed, end_handed);
             }
             if let Some(execution) = &self.execution {
@@ -675,6 +696,14 @@ impl Client {
     pub(super) fn heard(&mut self) {
         self.heard_at = Instant::now();
         self.asked_after_silence = false;
+    }
+
+    /// What its newest pong acknowledges, if nobody has looked at it yet: that it went right behind it takes nothing from its answer.
+    fn last_answer(&mut self) -> Option<Pinged> {
+        let pong = self.port.pongs.borrow_and_update();
+        let sequence = Pinged::sequence_of(&pong).filter(|sequence| pong.has_changed() && *sequence <= self.last_ping.sequence);
+        drop(pong);
+        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence))
     }
 }
 
