@@ -17,7 +17,7 @@ use nix::{
 };
 use sandboxer_image::ImageStore;
 use sandboxer_runtime::{GvisorOptions, GvisorRuntime, HostLimits, become_subreaper, userns};
-use sandboxer_server::{Images, Server, StopHow};
+use sandboxer_server::{CheckpointSettings, Facts, Images, Terms, Server, StopHow};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{info, warn};
 
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 async fn serve(checked: Checked) -> anyhow::Result<()> {
-    let Checked { settings, image_dir, runsc } = checked;
+    let Checked { mut settings, checkpoints, image_dir, runsc } = checked;
     let _lock = lock(&settings.data_dir)?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -62,6 +62,13 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
     let state_dir = settings.data_dir.join("runsc");
     let options = GvisorOptions { runsc, state_dir, limits: host.clone() };
     let gvisor = GvisorRuntime::open(options).await?;
+    settings.checkpoints = checkpoints.map(|(path, key_file, cache_bytes)| CheckpointSettings {
+        path,
+        key_file,
+        cache_bytes,
+        terms: Terms::default(),
+        facts: Facts::here(&gvisor.features().version_text),
+    });
     let images = Images::in_store(ImageStore::open(image_dir)?);
 
     let scheme = if settings.tls.is_some() { "https" } else { "http" };

@@ -8,6 +8,7 @@
 
 #[doc(hidden)]
 pub mod fuzzing;
+mod checkpoints;
 mod http;
 mod images;
 mod limits;
@@ -20,6 +21,8 @@ mod settings;
 mod tenants;
 mod tls;
 
+pub use checkpoints::{CheckpointSettings, Facts};
+pub use sandboxer_store::lease::Terms;
 pub use http::{Access, ApiKey, InvalidKeys};
 pub use images::{BaseImage, Images};
 pub use limits::Limits;

@@ -77,6 +77,17 @@ impl Limits {
         (self.disk_bytes() / 4096).max(4096)
     }
 
+    /// What the host is to enforce for a sandbox that comes from a volume, if it may have here what it had there.
+    pub(crate) fn again(&self, maximum: &Limits, host: &HostLimits) -> Result<HostResources, CreateError> {
+        let asked = LimitsRequest {
+            memory_mb: Some(self.memory_mb),
+            cpus: Some(self.cpus),
+            pids: Some(self.pids),
+            disk_mb: Some(self.disk_mb),
+        };
+        Self::resolve(&asked, self, maximum)?.on_the_host(&LimitsRequest::default(), host)
+    }
+
     /// What the host is to enforce. What it can't is left out if nobody asked for it, and refused if somebody did.
     pub(crate) fn on_the_host(&self, request: &LimitsRequest, host: &HostLimits) -> Result<HostResources, CreateError> {
         let can = |controller| host.enforces(controller);

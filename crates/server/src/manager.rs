@@ -1,11 +1,13 @@
-//! All sandboxes of this server: making them, finding them, taking them up again, ending them.
+//! All sandboxes of this server: making them, finding them, taking them up again, bringing them from the volume, ending them.
+
+mod arrive;
 
 use std::{
     collections::{HashMap, HashSet},
     fs, io,
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, Weak},
     time::Duration,
 };
 
@@ -15,8 +17,12 @@ use sandboxer_protocol::{
     client::{CreateConfig, ErrorCode, LimitsRequest, Network, ServerEvent},
 };
 use sandboxer_runtime::{
-    HostLimits, Instance, Launch, Runtime, RuntimeError,
+    HostLimits, HostResources, Instance, Launch, Runtime, RuntimeError,
     link::{self, Link, LinkError},
+};
+use sandboxer_store::{
+    SandboxStatus,
+    lease::{Held, handoff},
 };
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
@@ -24,10 +30,12 @@ use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
     time::Instant,
 };
-use tokio_util::task::TaskTracker;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{Instrument as _, info, info_span, warn};
 
+pub(crate) use self::arrive::{ArriveError, Arrived, Restorer, Saved};
 use crate::{
+    checkpoints::Checkpoints,
     images::Images,
     limits::Limits,
     metrics::Metrics,
@@ -37,6 +45,8 @@ use crate::{
         client::ClientPort,
         driver::{Attachment, Command, Driver, END_EXPLAINED, Ending, Outcome, Start, Stop},
         farewell::obituary,
+        host::SandboxHost,
+        saving::Kept,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
     },
     settings::Settings,
@@ -70,9 +80,15 @@ pub(crate) struct Handle {
     pub(crate) id: SandboxId,
     token_sha256: Arc<str>,
     commands: mpsc::Sender<Command>,
+    gone: CancellationToken,
 }
 
 impl Handle {
+    /// Waits until nothing of the sandbox is left here.
+    pub(crate) async fn gone(&self) {
+        self.gone.cancelled().await;
+    }
+
     /// Whether this is the sandbox's token, without telling how much of it is right.
     pub(crate) fn opens(&self, token: &str) -> bool {
         same_secret(token, &self.token_sha256)
@@ -104,6 +120,9 @@ pub(crate) struct Manager {
     images: Images,
     host: HostLimits,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) checkpoints: Option<Arc<Checkpoints>>,
+    /// Sandboxes that are being brought here from the volume: one attach at a time does it, the others then find it.
+    arriving: Mutex<HashMap<SandboxId, Weak<Semaphore>>>,
     obituaries: Obituaries,
     sandboxes: Mutex<HashMap<SandboxId, Handle>>,
     slots: Arc<Semaphore>,
@@ -120,7 +139,16 @@ impl Manager {
     pub(crate) fn open(settings: Settings, runtime: Arc<dyn Runtime>, images: Images, host: HostLimits) -> io::Result<Arc<Self>> {
         private_dir(&settings.data_dir.join("sandboxes"))?;
         let obituaries = Obituaries::open(settings.data_dir.join("ended"), settings.remember)?;
+        let drivers = TaskTracker::new();
+        let largest = settings.max_limits.memory_bytes().saturating_add(settings.max_limits.disk_bytes());
+        let checkpoints = settings
+            .checkpoints
+            .clone()
+            .map(|checkpoints| Checkpoints::open(checkpoints, &settings.data_dir, largest, TaskTracker::new()).map(Arc::new))
+            .transpose()?;
         Ok(Arc::new(Self {
+            checkpoints,
+            arriving: Mutex::default(),
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
             tenants: Arc::new(Tenants::new(settings.key_limits)),
             settings,
@@ -130,7 +158,7 @@ impl Manager {
             metrics: Arc::new(Metrics::new()),
             obituaries,
             sandboxes: Mutex::default(),
-            drivers: TaskTracker::new(),
+            drivers,
             sockets: TaskTracker::new(),
             stop: watch::Sender::new(None),
             taking_up: watch::Sender::default(),
@@ -198,7 +226,7 @@ impl Manager {
         };
         let image = self.images.find(image.as_deref()).await?;
         let token = new_token();
-        let record = Record {
+        let mut record = Record {
             version: RECORD_VERSION,
             id,
             created_at: jiff::Timestamp::now(),
@@ -208,23 +236,11 @@ impl Manager {
             owner,
             idle_since: None,
             config,
+            epoch: None,
+            generation: 0,
         };
-        let limits = &record.config.limits;
-        let launch = Launch {
-            id,
-            dir: self.dir(id),
-            image: record.image.clone(),
-            config: AgentConfig {
-                marker: record.marker.to_hex(),
-                disk_bytes: limits.disk_bytes(),
-                disk_inodes: limits.disk_inodes(),
-                memory_bytes: Some(limits.memory_bytes()),
-                pids: Some(limits.pids),
-                output_window_bytes: self.settings.output_window_bytes,
-                stdin_window_bytes: self.settings.stdin_window_bytes,
-            },
-            resources,
-        };
+        let held = self.register(&mut record).await?;
+        let launch = self.launch(&record, resources);
         let begun = Instant::now();
         match self.start(&launch, &record).await {
             Ok(Opened { enforced, running }) => {
@@ -235,12 +251,18 @@ impl Manager {
                         format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
                     return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
                 }
-                let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO);
+                let wire = Wire::default();
+                let kept = held.map(|(checkpoints, held)| self.keep(&record, &wire, checkpoints, held));
+                let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, kept);
                 Ok(Created { handle, token })
             }
             Err(why) => {
                 warn!(why, "could not be started");
                 self.discard(&launch).await;
+                if let Some((_, held)) = held {
+                    // Nobody has heard of it.
+                    let _ = held.lease.bury(why.clone()).await;
+                }
                 Err(CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {why}")))
             }
         }
@@ -249,7 +271,8 @@ impl Manager {
     /// Everything that can be wrong with a configuration, before anything is made.
     fn check(&self, config: CreateConfig) -> Result<SandboxConfig, CreateError> {
         let refuse = |code, message: &str| Err(CreateError::new(code, message));
-        if config.enable_checkpoint == Some(true) {
+        let checkpoint = config.enable_checkpoint == Some(true);
+        if checkpoint && self.checkpoints.is_none() {
             return refuse(
                 ErrorCode::CheckpointNotConfigured,
                 "enable_checkpoint: this server keeps no checkpoints. Leave it out, or ask another server.",
@@ -258,7 +281,7 @@ impl Manager {
         if config.autosave_seconds.is_some_and(|seconds| seconds.nonzero().is_some()) {
             return refuse(ErrorCode::CheckpointNotEnabled, "autosave_seconds needs enable_checkpoint.");
         }
-        if config.enable_sandbox_handoff == Some(true) {
+        if config.enable_sandbox_handoff == Some(true) && !checkpoint {
             return refuse(ErrorCode::CheckpointNotEnabled, "enable_sandbox_handoff needs enable_checkpoint.");
         }
         if config.filesystem_snapshot_name.is_some() {
@@ -281,7 +304,51 @@ impl Manager {
             limits,
             detached_output: config.detached_output.unwrap_or_default(),
             metadata: config.metadata.unwrap_or_default(),
+            checkpoint,
+            handoff: config.enable_sandbox_handoff == Some(true),
+            idle_checkpoint: checkpoint && config.enable_idle_timeout_auto_checkpoint != Some(false),
         })
+    }
+
+    /// What a sandbox is started or restored with: the server's own template, whatever a volume says.
+    fn launch(&self, record: &Record, resources: HostResources) -> Launch {
+        let limits = &record.config.limits;
+        Launch {
+            id: record.id,
+            dir: self.dir(record.id),
+            image: record.image.clone(),
+            config: AgentConfig {
+                marker: record.marker.to_hex(),
+                disk_bytes: limits.disk_bytes(),
+                disk_inodes: limits.disk_inodes(),
+                memory_bytes: Some(limits.memory_bytes()),
+                pids: Some(limits.pids),
+                output_window_bytes: self.settings.output_window_bytes,
+                stdin_window_bytes: self.settings.stdin_window_bytes,
+            },
+            resources,
+        }
+    }
+
+    /// Makes the volume know a sandbox that is to be kept there, before anybody hears of it.
+    async fn register(&self, record: &mut Record) -> Result<Option<(Arc<Checkpoints>, Held)>, CreateError> {
+        let Some(checkpoints) = self.checkpoints.as_ref().filter(|_| record.config.checkpoint) else { return Ok(None) };
+        let failed =
+            |why: String| CreateError::new(ErrorCode::CheckpointFailed, format!("The volume can't be written: {why}. Try again later."));
+        checkpoints.describe(record, SandboxStatus::Created, None).await.map_err(|error| failed(error.whole()))?;
+        let held = checkpoints.leases.create(record.id, Checkpoints::attributes(record)).await.map_err(|error| failed(error.to_string()))?;
+        record.epoch = Some(held.lease.epoch());
+        checkpoints.keep_image(record.image.clone());
+        Ok(Some((Arc::clone(checkpoints), held)))
+    }
+
+    /// Keeps the lease of a sandbox that was made or taken up here.
+    fn keep(&self, record: &Record, wire: &Wire, checkpoints: Arc<Checkpoints>, held: Held) -> Kept {
+        let dir = self.dir(record.id);
+        let host = SandboxHost::new(record.id, dir, Arc::clone(&self.runtime), Arc::clone(&checkpoints), wire.sender.clone(), None);
+        host.stands_on(held.lease.latest());
+        let keeper = handoff::keep(&checkpoints.leases, held, Arc::clone(&host));
+        Kept { keeper, host, checkpoints }
     }
 
     async fn start(&self, launch: &Launch, record: &Record) -> Result<Opened, String> {
@@ -299,10 +366,19 @@ impl Manager {
     }
 
     /// Gives a running sandbox its driver.
-    fn drive(self: &Arc<Self>, record: Record, slot: (Option<OwnedSemaphorePermit>, Place), running: Running, age: Duration) -> Handle {
+    fn drive(
+        self: &Arc<Self>,
+        record: Record,
+        slot: (Option<OwnedSemaphorePermit>, Place),
+        running: Running,
+        age: Duration,
+        wire: Wire,
+        kept: Option<Kept>,
+    ) -> Handle {
         let (id, dir) = (record.id, self.dir(record.id));
-        let (sender, commands) = mpsc::channel(COMMANDS);
-        let handle = Handle { id, token_sha256: record.token_sha256.as_str().into(), commands: sender };
+        let Wire { sender, receiver: commands } = wire;
+        let gone = CancellationToken::new();
+        let handle = Handle { id, token_sha256: record.token_sha256.as_str().into(), commands: sender, gone: gone.clone() };
         let Running { reader, writer, ended, execution, next_number } = running;
         let manager = Arc::clone(self);
         let token_sha256 = record.token_sha256.clone();
@@ -320,11 +396,16 @@ impl Manager {
             age,
             max_lifetime: self.settings.max_lifetime,
             on_end: Box::new(move |outcome| {
+                if outcome.is_kept_elsewhere() {
+                    return;
+                }
                 let message = obituary(outcome);
                 manager.forget(id, Some(Obituary { message, token_sha256: token_sha256.clone() }));
             }),
             stop: self.stop.subscribe(),
             next_number,
+            kept,
+            checkpoints_configured: self.checkpoints.is_some(),
         });
         self.lock().insert(id, handle.clone());
         self.metrics.live.inc();
@@ -332,15 +413,18 @@ impl Manager {
         let drive = async move {
             let Ending { outcome, removed } = driver.run().await;
             manager.metrics.live.dec();
-            if matches!(outcome, Outcome::LeftRunning) {
-                manager.forget(id, None);
-            } else {
+            if !matches!(outcome, Outcome::LeftRunning) {
                 manager.metrics.ended.inc();
             }
             if removed {
                 remove_dir(&dir);
             }
+            // Those who come now look on the volume.
+            if matches!(outcome, Outcome::LeftRunning) || outcome.is_kept_elsewhere() {
+                manager.forget(id, None);
+            }
             drop(slot);
+            gone.cancel();
         };
         self.drivers.spawn(drive.instrument(info_span!(parent: None, "sandbox", %id)));
         handle
@@ -437,7 +521,16 @@ impl Manager {
         let age = jiff::Timestamp::now().duration_since(record.created_at);
         let age = Duration::try_from(age).unwrap_or_default();
         let place = self.tenants.readmit(record.owner.as_deref());
-        self.drive(record, (slot, place), running, age);
+        let wire = Wire::default();
+        let kept = match (&self.checkpoints, record.epoch) {
+            // Whether it is still this instance's is the first thing that its lease finds out.
+            (Some(checkpoints), Some(epoch)) => {
+                let held = checkpoints.leases.resume(id, epoch);
+                Some(self.keep(&record, &wire, Arc::clone(checkpoints), held))
+            }
+            _ => None,
+        };
+        self.drive(record, (slot, place), running, age, wire, kept);
         Ok(())
     }
 
@@ -458,6 +551,19 @@ impl Manager {
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<SandboxId, Handle>> {
         // A map is whole after each change.
         self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Both ends of the way to a driver.
+struct Wire {
+    sender: mpsc::Sender<Command>,
+    receiver: mpsc::Receiver<Command>,
+}
+
+impl Default for Wire {
+    fn default() -> Self {
+        let (sender, receiver) = mpsc::channel(COMMANDS);
+        Self { sender, receiver }
     }
 }
 

@@ -22,6 +22,9 @@ pub(crate) struct Metrics {
     pub(crate) live: Gauge<i64, AtomicI64>,
     pub(crate) clients: Gauge<i64, AtomicI64>,
     pub(crate) taken_up: Counter,
+    pub(crate) saves: Counter,
+    pub(crate) save_failures: Counter,
+    pub(crate) restores: Counter,
     pub(crate) ended: Counter,
 }
 
@@ -38,6 +41,9 @@ impl Metrics {
             live: Gauge::default(),
             clients: Gauge::default(),
             taken_up: Counter::default(),
+            saves: Counter::default(),
+            save_failures: Counter::default(),
+            restores: Counter::default(),
             ended: Counter::default(),
         };
         metrics.registered()
@@ -52,6 +58,9 @@ impl Metrics {
         registry.register("execution_seconds", "From the request to the end of the program", self.execution_seconds.clone());
         registry.register("live_sandboxes", "Sandboxes that run here now", self.live.clone());
         registry.register("clients", "WebSocket connections now", self.clients.clone());
+        registry.register("saves", "Checkpoints made", self.saves.clone());
+        registry.register("save_failures", "Checkpoints that could not be made; the sandbox went on", self.save_failures.clone());
+        registry.register("restores", "Sandboxes restored from a checkpoint", self.restores.clone());
         registry.register("taken_up", "Sandboxes taken up from an earlier server process", self.taken_up.clone());
         registry.register("ended", "Sandboxes that ended here", self.ended.clone());
         self

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use sandboxer_protocol::limits::{MAX_CLIENT_MESSAGE_BYTES, OUTPUT_WINDOW_BYTES, STDIN_WINDOW_BYTES};
 
-use crate::{http::Access, limits::Limits, tls::Tls};
+use crate::{checkpoints::CheckpointSettings, http::Access, limits::Limits, tls::Tls};
 
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -30,6 +30,8 @@ pub struct Settings {
     pub key_limits: KeyLimits,
     /// None: plain HTTP.
     pub tls: Option<Tls>,
+    /// None: no checkpoints are kept.
+    pub checkpoints: Option<CheckpointSettings>,
 }
 
 /// What each API key may use.
@@ -62,6 +64,7 @@ impl Settings {
             access: Access::default(),
             key_limits: KeyLimits::default(),
             tls: None,
+            checkpoints: None,
         }
     }
 }

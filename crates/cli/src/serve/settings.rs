@@ -86,6 +86,15 @@ pub(crate) struct Args {
     /// Another name by which clients may call this machine where no key is needed; may be given several times
     #[arg(long, env = "SANDBOXER_ALLOW_HOST", value_delimiter = ',', value_name = "NAME")]
     allow_host: Vec<String>,
+    /// Directory on a volume that all instances share, where checkpoints are kept; without it there are none
+    #[arg(long, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR")]
+    checkpoint_path: Option<PathBuf>,
+    /// File of a secret that authenticates what is on that volume: all instances have the same
+    #[arg(long, env = "SANDBOXER_VOLUME_KEY_FILE", value_name = "FILE")]
+    volume_key_file: Option<PathBuf>,
+    /// What is kept of checkpoints on this machine's own disk, below --data-dir
+    #[arg(long, env = "SANDBOXER_CACHE_MB", default_value_t = 4096, value_name = "MIB")]
+    cache_mb: u64,
     /// What is logged: error, warn, info, debug, trace, or by module
     #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
     pub(super) log: String,
@@ -102,6 +111,8 @@ pub(crate) enum LogFormat {
 /// Settings that a server can start with.
 pub(crate) struct Checked {
     pub(crate) settings: Settings,
+    /// Where checkpoints are kept, with the file of the volume's key and the bytes of the cache.
+    pub(crate) checkpoints: Option<(PathBuf, Option<PathBuf>, u64)>,
     pub(crate) image_dir: PathBuf,
     pub(crate) runsc: PathBuf,
 }
@@ -151,6 +162,7 @@ impl Args {
         let image_dir = faults.take(self.image_dir.clone().or_else(ImageStore::default_directory).ok_or_else(no_home("--image-dir")));
         let runsc = faults.take(sandboxer_runsc::find(self.runsc.as_deref()).map_err(|error| format!("--runsc: {error}")));
         let tls = faults.take(self.tls());
+        let checkpoint_path = faults.take(self.checkpoint_path());
         if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
             faults.0.push(format!("--log: {error}"));
         }
@@ -175,7 +187,18 @@ impl Args {
         settings.key_limits =
             KeyLimits { sandboxes: bound(self.key_max_sandboxes), creates_per_minute: bound(self.key_creates_per_minute) };
         settings.tls = tls.flatten();
-        Ok(Checked { settings, image_dir, runsc })
+        let cache_bytes = self.cache_mb.saturating_mul(1024 * 1024);
+        let checkpoints = checkpoint_path.flatten().map(|path| (path, self.volume_key_file.clone(), cache_bytes));
+        Ok(Checked { settings, checkpoints, image_dir, runsc })
+    }
+
+    /// It has to be there and to be written to, all the same who started the server and where.
+    fn checkpoint_path(&self) -> Result<Option<PathBuf>, String> {
+        let Some(path) = self.checkpoint_path.as_ref().filter(|path| !path.as_os_str().is_empty()) else { return Ok(None) };
+        let fault = |what: &str| format!("CHECKPOINT_AND_RESTORE_PATH: {}: {what}", path.display());
+        let path = path.canonicalize().map_err(|error| fault(&error.to_string()))?;
+        tempfile::tempfile_in(&path).map_err(|error| fault(&format!("it can't be written to: {error}")))?;
+        Ok(Some(path))
     }
 
     fn tls(&self) -> Result<Option<Tls>, String> {

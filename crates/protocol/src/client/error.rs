@@ -54,6 +54,12 @@ codes! {
     UnknownExecution = "unknown_execution",
     CheckpointNotConfigured = "checkpoint_not_configured",
     CheckpointNotEnabled = "checkpoint_not_enabled",
+    /// The sandbox could not be saved; it goes on.
+    CheckpointFailed = "checkpoint_failed",
+    /// The sandbox could not be brought back from the volume, where nothing was changed.
+    RestoreFailed = "restore_failed",
+    /// The sandbox goes on at another instance: attach again.
+    SandboxMoved = "sandbox_moved",
     SnapshotsNotConfigured = "snapshots_not_configured",
     FilesystemSnapshotsNotConfigured = "filesystem_snapshots_not_configured",
     UnknownFilesystemSnapshot = "unknown_filesystem_snapshot",

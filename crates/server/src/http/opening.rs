@@ -18,11 +18,12 @@ use sandboxer_protocol::{
 };
 use serde::Deserialize;
 use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::{access::Owner, socket};
 use crate::{
-    manager::{CreateError, Created, Handle, Manager},
+    manager::{ArriveError, Arrived, CreateError, Created, Handle, Manager, Saved},
     sandbox::{
         client::FromClient,
         driver::{Attachment, GRACE, GRACE_AT_MOST, Stop},
@@ -31,6 +32,8 @@ use crate::{
 
 /// Messages that may come while the sandbox is being made. Beyond it they wait in the kernel.
 const MAX_EARLY: usize = 16;
+
+const IN_USE: &str = "Another client is attached to this sandbox. Attach again when it has gone.";
 
 /// WebSockets at once.
 const MAX_SOCKETS: usize = 5_000;
@@ -183,11 +186,18 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
         Some(id) => manager.find(id).await,
         None => None,
     };
-    let allowed = match (&handle, token) {
-        (Some(handle), Some(token)) => handle.opens(token),
-        (Some(_), None) => !manager.settings().access.needs_token(),
+    let saved = match (&handle, id) {
+        (None, Some(id)) => manager.saved(id).await,
+        _ => None,
+    };
+    let needs_token = manager.settings().access.needs_token();
+    let allowed = match (&handle, &saved, token) {
+        (Some(handle), _, Some(token)) => handle.opens(token),
+        (Some(_), _, None) => !needs_token,
+        (None, Some(Saved::There(there)), Some(token)) => there.opens(token),
+        (None, Some(Saved::There(_)), None) => !needs_token,
         // Who has to show a token is not told which sandboxes there are, unless it is the right one of one that was.
-        (None, token) => !manager.settings().access.needs_token() || id.is_some_and(|id| manager.obituary(id, token).is_some()),
+        (None, _, token) => !needs_token || id.is_some_and(|id| manager.obituary(id, token).is_some()),
     };
     if let Some(how) = manager.stopping() {
         return going_away(socket, how).await;
@@ -198,10 +208,73 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
         send(&mut socket, &ServerEvent::Error(ErrorEvent::new(ErrorCode::PermissionDenied, message))).await?;
         return socket::close(socket, CloseCode::Application).await;
     }
-    match handle {
-        Some(handle) => hand_over(manager, &handle, token, socket, vec![Status::Running.into()], VecDeque::new()).await,
-        None => not_found(manager, id, token, socket).await,
+    match (handle, id) {
+        (Some(handle), _) => hand_over(manager, &handle, token, socket, vec![Status::Running.into()], VecDeque::new()).await,
+        (None, Some(id)) if manager.keeps_checkpoints() => restore(manager, id, token, saved, socket).await,
+        (None, _) => {
+            if manager.keeps_checkpoints() {
+                send(&mut socket, &Status::Restoring.into()).await?;
+            }
+            not_found(manager, id, token, socket).await
+        }
     }
+}
+
+/// Brings a sandbox here that is not in memory, and makes the socket its client.
+async fn restore(
+    manager: &Arc<Manager>,
+    id: SandboxId,
+    token: Option<&str>,
+    saved: Option<Saved>,
+    mut socket: WebSocket,
+) -> Result<(), axum::Error> {
+    send(&mut socket, &Status::Restoring.into()).await?;
+    match saved {
+        Some(Saved::There(_)) => {}
+        Some(Saved::Unreadable(why)) => return restore_error(socket, &why).await,
+        None => return not_found(manager, Some(id), token, socket).await,
+    }
+    let give_up = CancellationToken::new();
+    let arriving = manager.arrive(id, give_up.clone());
+    let _given_up_with_the_client = give_up.drop_guard();
+    tokio::pin!(arriving);
+    let mut early = VecDeque::new();
+    let arrived = loop {
+        tokio::select! {
+            arrived = &mut arriving => break arrived,
+            message = socket.recv(), if early.len() < MAX_EARLY => match message {
+                Some(Ok(Message::Close(_))) | Some(Err(_)) | None => return Ok(()),
+                Some(Ok(message)) => early.extend(read(message)),
+            },
+        }
+    };
+    let refuse = |status, message: String| ServerEvent::StatusUpdate(StatusUpdate::new(status).message(message));
+    match arrived {
+        Ok(Arrived { handle, greeting }) => {
+            hand_over_early(manager, &handle, token, socket, vec![ServerEvent::StatusUpdate(greeting)], early).await
+        }
+        Err(ArriveError::NotFound(why)) => {
+            send(&mut socket, &refuse(Status::NotFound, why)).await?;
+            socket::close(socket, CloseCode::Refused).await
+        }
+        Err(ArriveError::InUse) => {
+            send(&mut socket, &refuse(Status::InUse, IN_USE.to_owned())).await?;
+            socket::close(socket, CloseCode::Refused).await
+        }
+        Err(ArriveError::HandoffInProgress) => {
+            let message = "The sandbox is being handed to another instance. Attach again in a moment.".to_owned();
+            send(&mut socket, &refuse(Status::HandoffInProgress, message)).await?;
+            socket::close(socket, CloseCode::Refused).await
+        }
+        Err(ArriveError::Failed(why)) => restore_error(socket, &why).await,
+    }
+}
+
+async fn restore_error(mut socket: WebSocket, why: &str) -> Result<(), axum::Error> {
+    let message = format!("The sandbox could not be restored, and nothing on the volume was changed: {why}");
+    send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::RestoreError).message(message.clone()))).await?;
+    send(&mut socket, &ServerEvent::Error(ErrorEvent::new(ErrorCode::RestoreFailed, message))).await?;
+    socket::close(socket, CloseCode::Application).await
 }
 
 /// The server is on its way out, and says so rather than that a sandbox is not there.
@@ -220,24 +293,57 @@ async fn not_found(manager: &Manager, id: Option<SandboxId>, token: Option<&str>
     socket::close(socket, CloseCode::Refused).await
 }
 
-/// Makes the socket the client of a sandbox, and serves it until it closes.
+/// Makes the socket the client of a sandbox; one that is just being given up here is brought back.
 async fn hand_over(
-    manager: &Manager,
+    manager: &Arc<Manager>,
     handle: &Handle,
     token: Option<&str>,
-    mut socket: WebSocket,
+    socket: WebSocket,
     greeting: Vec<ServerEvent>,
     early: VecDeque<FromClient>,
 ) -> Result<(), axum::Error> {
     let (port, ends) = socket::channels();
-    match handle.attach(port, greeting).await {
+    let attachment = handle.attach(port, greeting).await;
+    if attachment.is_none() && manager.stopping().is_none() && manager.keeps_checkpoints() {
+        handle.gone().await;
+        let saved = manager.saved(handle.id).await;
+        if saved.is_some() {
+            return restore(manager, handle.id, token, saved, socket).await;
+        }
+    }
+    handed_over(manager, handle, token, socket, attachment, ends, early).await
+}
+
+/// The same for one that has just come.
+async fn hand_over_early(
+    manager: &Arc<Manager>,
+    handle: &Handle,
+    token: Option<&str>,
+    socket: WebSocket,
+    greeting: Vec<ServerEvent>,
+    early: VecDeque<FromClient>,
+) -> Result<(), axum::Error> {
+    let (port, ends) = socket::channels();
+    let attachment = handle.attach(port, greeting).await;
+    handed_over(manager, handle, token, socket, attachment, ends, early).await
+}
+
+async fn handed_over(
+    manager: &Manager,
+    handle: &Handle,
+    token: Option<&str>,
+    mut socket: WebSocket,
+    attachment: Option<Attachment>,
+    ends: socket::Ends,
+    early: VecDeque<FromClient>,
+) -> Result<(), axum::Error> {
+    match attachment {
         Some(Attachment::Attached) => {
             socket::pump(socket, ends, early).await;
             Ok(())
         }
         Some(Attachment::InUse) => {
-            let message = "Another client is attached to this sandbox. Attach again when it has gone.";
-            send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::InUse).message(message))).await?;
+            send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::InUse).message(IN_USE))).await?;
             socket::close(socket, CloseCode::Refused).await
         }
         None => match manager.stopping() {

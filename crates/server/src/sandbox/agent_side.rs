@@ -97,7 +97,7 @@ impl Driver {
                 let message = "Every process of the sandbox was killed from inside. Its files are kept, and it goes on.";
                 self.tell_error(ErrorCode::ProcessesLost, message);
             }
-            FromAgent::Pong { .. } => {}
+            FromAgent::Pong { value } => self.on_agent_pong(value),
             FromAgent::HelloReply { .. } => debug!("an answer to an opening that nobody made"),
         }
     }

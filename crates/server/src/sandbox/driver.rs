@@ -16,6 +16,10 @@ use sandboxer_runtime::{
     End, Ended, Runtime,
     link::{LinkError, LinkReader, LinkWriter},
 };
+use sandboxer_store::{
+    CheckpointName,
+    lease::handoff::{self, Consent, SaveError},
+};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     time::{Instant, sleep_until, timeout},
@@ -29,6 +33,7 @@ use super::{
     execution::Execution,
     farewell,
     record::Record,
+    saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
 };
 use crate::metrics::Metrics;
 
@@ -66,6 +71,15 @@ pub(crate) enum Command {
     },
     /// Nobody has heard of this sandbox: end it.
     Abandon,
+    /// Another instance wants the sandbox.
+    AskedFor { reply: oneshot::Sender<Consent> },
+    /// Bring the conversation with the agent to rest, to be saved.
+    Quiet { reply: oneshot::Sender<Rest> },
+    /// The sandbox stands still as it is.
+    Still,
+    GoOn,
+    /// It ends, as its lease says.
+    End { why: handoff::Ending },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +105,19 @@ pub(crate) enum Outcome {
     Died(End),
     Drained,
     LeftRunning,
+    /// It is saved on the volume and runs no longer.
+    Checkpointed { draining: bool },
+    /// It goes on at another instance.
+    HandedOver,
+    /// It is someone else's.
+    Lost(String),
+}
+
+impl Outcome {
+    /// The sandbox can be had from the volume.
+    pub(crate) fn is_kept_elsewhere(&self) -> bool {
+        matches!(self, Self::Checkpointed { .. } | Self::HandedOver | Self::Lost(_))
+    }
 }
 
 /// How a driver ended.
@@ -145,7 +172,7 @@ pub(super) enum Grace {
     Until(Instant),
 }
 
-struct Knocking {
+pub(super) struct Knocking {
     port: ClientPort,
     greeting: Vec<ServerEvent>,
     reply: oneshot::Sender<Attachment>,
@@ -178,6 +205,10 @@ pub(crate) struct Driver {
     pub(super) link_closed: Option<Instant>,
     on_end: OnEnd,
     stop: watch::Receiver<Option<Stop>>,
+    pub(super) saves: Saves,
+    /// Whoever wanted to attach while the sandbox is being saved to end here.
+    pub(super) late: Vec<Knocking>,
+    pub(super) checkpoints_configured: bool,
 }
 
 /// What a driver starts from.
@@ -199,6 +230,9 @@ pub(crate) struct Start {
     pub(crate) stop: watch::Receiver<Option<Stop>>,
     /// The number of the next execution.
     pub(crate) next_number: u64,
+    /// Its lease, if it is kept on the volume.
+    pub(crate) kept: Option<Kept>,
+    pub(crate) checkpoints_configured: bool,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -214,6 +248,7 @@ enum Event {
     Deaf,
     Deadline,
     Ended(End),
+    Saved(Result<CheckpointName, SaveError>),
 }
 
 impl Driver {
@@ -234,6 +269,8 @@ impl Driver {
             on_end,
             stop,
             next_number,
+            kept,
+            checkpoints_configured,
         } = start;
         let now = Instant::now();
         Self {
@@ -260,6 +297,9 @@ impl Driver {
             link_closed: None,
             on_end,
             stop,
+            saves: Saves::of(kept),
+            late: Vec::new(),
+            checkpoints_configured,
         }
     }
 
@@ -277,11 +317,8 @@ impl Driver {
                     }
                     None
                 }
-                Event::Command(Some(Command::Attach { port, greeting, reply })) => {
-                    self.on_attach(Knocking { port, greeting, reply });
-                    None
-                }
-                Event::Command(Some(Command::Abandon)) | Event::Stop(Stop::Drain) => Some(Outcome::Drained),
+                Event::Command(Some(command)) => self.on_command(command),
+                Event::Stop(Stop::Drain) => self.on_drain(),
                 // Nobody can reach it any longer, which happens only when the server ends without a word.
                 Event::Command(None) | Event::Stop(Stop::Restart) => Some(Outcome::LeftRunning),
                 Event::Request(Some(from_client)) => self.on_client(from_client),
@@ -300,12 +337,35 @@ impl Driver {
                 }
                 Event::Deadline => self.on_deadline(),
                 Event::Ended(end) => Some(Outcome::Died(end)),
+                Event::Saved(saved) => self.on_saved(saved),
             };
             let outcome = outcome.or_else(|| self.take_waiting());
             if let Some(outcome) = outcome {
                 return self.finish(outcome).await;
             }
         }
+    }
+
+    fn on_command(&mut self, command: Command) -> Option<Outcome> {
+        match command {
+            Command::Attach { port, greeting, reply } => {
+                let knocking = Knocking { port, greeting, reply };
+                if !self.saves.ends_here() {
+                    self.on_attach(knocking);
+                } else if self.late.len() < MAX_KNOCKING {
+                    self.late.push(knocking);
+                }
+            }
+            Command::Abandon => return Some(Outcome::Drained),
+            Command::AskedFor { reply } => {
+                let _ = reply.send(self.on_asked_for());
+            }
+            Command::Quiet { reply } => self.on_quiet(reply),
+            Command::Still => self.saves.stillness = Stillness::Still,
+            Command::GoOn => self.saves.stillness = Stillness::Going,
+            Command::End { why } => return self.on_end_by_lease(why),
+        }
+        None
     }
 
     /// Takes a frame and those that were read with it, so that small ones don't cost a turn of the loop each.
@@ -325,7 +385,10 @@ impl Driver {
         let link_open = self.link_closed.is_none();
         let crowded = self.client.as_ref().is_some_and(|client| client.outbox.is_full());
         let agent_crowded = self.writer.backlog() >= MAX_AGENT_BACKLOG;
-        let may_take = self.waiting.is_none() && !agent_crowded;
+        let may_write = self.saves.may_write();
+        let may_serve = self.saves.may_serve();
+        let may_take = self.waiting.is_none() && !agent_crowded && may_serve;
+        let draining = self.saves.draining;
         let ping = self.ping_due();
         let client = &mut self.client;
         let (mut incoming, mut pongs, mut outgoing) = (None, None, None);
@@ -334,15 +397,16 @@ impl Driver {
                 incoming = Some(&mut port.incoming);
             }
             pongs = Some(&mut port.pongs);
-            if !*deaf && (!outbox.is_empty() || ping.is_some()) {
+            if !*deaf && !matches!(self.saves.stillness, Stillness::Quieting { .. }) && (!outbox.is_empty() || ping.is_some()) {
                 outgoing = Some(&port.outgoing);
             }
         }
         let permit = tokio::select! {
             frame = self.reader.recv(), if link_open => return Event::Frame(frame),
-            result = self.writer.flush_some(), if link_open && self.writer.backlog() > 0 => return Event::Flushed(result),
+            result = self.writer.flush_some(), if link_open && may_write && self.writer.backlog() > 0 => return Event::Flushed(result),
             command = self.commands.recv() => return Event::Command(command),
-            stop = stopped(&mut self.stop) => return Event::Stop(stop),
+            stop = stopped(&mut self.stop), if !draining => return Event::Stop(stop),
+            saved = self.saves.saved() => return Event::Saved(saved),
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
             permit = reserve(outgoing) => permit,
@@ -364,12 +428,28 @@ impl Driver {
         });
         let silence =
             self.client.as_ref().map(|client| client.heard_at + if client.asked_after_silence { SILENT_AT_MOST } else { SILENT_FOR });
-        [idle, lifetime, execution, grace, silence, self.knock_deadline, self.kill_deadline, self.link_closed].into_iter().flatten().min()
+        let quieting = match &self.saves.stillness {
+            Stillness::Quieting { until, .. } => Some(*until),
+            Stillness::Going | Stillness::Still => None,
+        };
+        if !self.saves.may_serve() {
+            // It stands still, and so does its time.
+            return [quieting, self.link_closed].into_iter().flatten().min();
+        }
+        let save = self.saves.due;
+        [idle, lifetime, execution, grace, silence, save, self.knock_deadline, self.kill_deadline, self.link_closed].into_iter().flatten().min()
     }
 
     fn on_deadline(&mut self) -> Option<Outcome> {
         let now = Instant::now();
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
+        if !self.saves.may_serve() && !due(self.link_closed) {
+            self.give_up_quieting(now);
+            return None;
+        }
+        if due(self.saves.due) {
+            self.save(Why::Disconnected);
+        }
         if let Some(lifetime) = self.max_lifetime
             && due(Some(self.born + lifetime))
         {
@@ -378,7 +458,13 @@ impl Driver {
         if let (Some(since), Some(idle)) = (self.idle_since, self.record.config.idle_timeout)
             && due(Some(since + idle))
         {
-            return Some(Outcome::Idle(idle));
+            if self.saves.kept.is_none() || !self.record.config.idle_checkpoint {
+                return Some(Outcome::Idle(idle));
+            }
+            if self.saves.saving.is_none() {
+                self.save(Why::Idle);
+            }
+            return None;
         }
         if due(self.link_closed) {
             return Some(Outcome::Died(End::Failed("the agent closed its end of the conversation".to_owned())));
@@ -436,6 +522,11 @@ impl Driver {
         }
     }
 
+    /// It could not be saved when it was idle: that is tried again after as long.
+    pub(super) fn count_idleness_anew(&mut self) {
+        self.idle_since = Some(Instant::now());
+    }
+
     pub(super) fn moment(&self) -> Moment {
         match &self.execution {
             None => Moment::Idle,
@@ -447,7 +538,7 @@ impl Driver {
         }
     }
 
-    fn on_attach(&mut self, newcomer: Knocking) {
+    pub(super) fn on_attach(&mut self, newcomer: Knocking) {
         match &mut self.client {
             Some(client) if !client.port.outgoing.is_closed() => {
                 if self.knocking.len() >= MAX_KNOCKING {
@@ -517,6 +608,7 @@ impl Driver {
             self.attach(next);
         }
         self.turn_away();
+        self.save_soon();
     }
 
     /// The connection takes nothing any longer. What the client sent before it went is still carried out, except what waits for it to
@@ -618,7 +710,13 @@ impl Driver {
         for knocking in self.knocking.drain(..) {
             let _ = knocking.reply.send(Attachment::InUse);
         }
+        self.late.clear();
         let mut client = self.client.take();
+        if let Outcome::Checkpointed { .. } | Outcome::HandedOver = outcome {
+            // It counts, and nothing of it here does.
+            tell(client.as_mut(), farewell::after(&outcome)).await;
+            client = None;
+        }
         if let Outcome::LeftRunning = outcome {
             self.leave(client, farewell::after(&outcome)).await;
             return Ending { outcome, removed: false };
@@ -627,6 +725,11 @@ impl Driver {
         let ((), removed) = tokio::join!(told, self.runtime.remove(self.id, &self.dir));
         if let Err(error) = &removed {
             warn!(%error, "the sandbox could not be removed whole; the next start of the server tries again");
+        }
+        if let Some(kept) = self.saves.kept.take() {
+            // Its lease may want to be heard meanwhile, and must not wait for that.
+            self.commands.close();
+            tell_volume(kept, &self.record, &outcome).await;
         }
         (self.on_end)(&outcome);
         tell(client.as_mut(), farewell::after(&outcome)).await;

@@ -33,6 +33,12 @@ pub(super) fn after(outcome: &Outcome) -> Vec<Outgoing> {
             let message = "The server is stopping and this sandbox ends with it. Create a new one at another server.".to_owned();
             vec![error(ErrorCode::ServerStopping, message), Outgoing::Close(CloseCode::GoingAway)]
         }
+        Outcome::Checkpointed { draining } => {
+            let code = if *draining { CloseCode::GoingAway } else { CloseCode::Normal };
+            vec![Outgoing::Event(Status::Checkpointed.into()), Outgoing::Close(code)]
+        }
+        Outcome::HandedOver => vec![Outgoing::Event(Status::Checkpointed.into()), Outgoing::Close(CloseCode::Normal)],
+        Outcome::Lost(_) => vec![error(ErrorCode::SandboxMoved, obituary(outcome)), Outgoing::Close(CloseCode::GoingAway)],
         Outcome::LeftRunning => {
             let message = "The server is restarting. The sandbox goes on: attach again in a moment.".to_owned();
             vec![error(ErrorCode::ServerRestarting, message), Outgoing::Close(CloseCode::GoingAway)]
@@ -53,6 +59,9 @@ pub(crate) fn obituary(outcome: &Outcome) -> String {
         Outcome::Died(end) => sentence(&end.to_string()),
         Outcome::Drained => "The sandbox ended when its server was stopped.".to_owned(),
         Outcome::LeftRunning => "The sandbox goes on.".to_owned(),
+        Outcome::Checkpointed { .. } => "The sandbox is saved. Attach again, and it goes on.".to_owned(),
+        Outcome::HandedOver => "The sandbox goes on at another instance.".to_owned(),
+        Outcome::Lost(why) => sentence(&format!("the sandbox goes on elsewhere: {why}")),
     }
 }
 

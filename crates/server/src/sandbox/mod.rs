@@ -19,7 +19,9 @@ mod delivery;
 pub(crate) mod driver;
 mod execution;
 pub(crate) mod farewell;
+pub(crate) mod host;
 pub(crate) mod record;
 mod requests;
+pub(crate) mod saving;
 
 pub(crate) use execution::Execution;

@@ -39,6 +39,12 @@ pub(crate) struct Record {
     #[serde(default)]
     pub(crate) idle_since: Option<jiff::Timestamp>,
     pub(crate) config: SandboxConfig,
+    /// In which epoch it is held, if it is kept on the volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) epoch: Option<u64>,
+    /// How often it was rewound.
+    #[serde(default)]
+    pub(crate) generation: u64,
 }
 
 /// The configuration of a sandbox with all defaults filled in.
@@ -55,6 +61,15 @@ pub(crate) struct SandboxConfig {
     pub(crate) detached_output: DetachedOutput,
     #[serde(default)]
     pub(crate) metadata: BTreeMap<String, String>,
+    /// It is kept on the volume.
+    #[serde(default)]
+    pub(crate) checkpoint: bool,
+    /// An attached client gives way to another instance.
+    #[serde(default)]
+    pub(crate) handoff: bool,
+    /// It is saved when it is idle, not deleted.
+    #[serde(default)]
+    pub(crate) idle_checkpoint: bool,
 }
 
 /// Why a sandbox that an earlier server left can't be taken up.
@@ -114,6 +129,8 @@ mod tests {
             owner: None,
             idle_since: None,
             config: SandboxConfig { idle_timeout: Some(Duration::from_secs(5)), ..SandboxConfig::default() },
+            epoch: None,
+            generation: 0,
         };
         record.write(dir.path()).unwrap();
         let read = Record::read(dir.path(), record.id).unwrap();

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use sandboxer_protocol::{
     ExecutionId,
     agent::{ExecSpec, ExitCause, Language, PerStream, TerminalSize, ToAgent},
-    client::{About, BadRequest, CloseCode, ErrorCode, ExecuteRequest, OffsetsRequest, Request, Resumed, ServerEvent, Status},
+    client::{About, BadRequest, ErrorCode, ExecuteRequest, OffsetsRequest, Request, Resumed, ServerEvent, Status},
     limits::OUTPUT_CREDIT_BYTES,
 };
 use tokio::time::Instant;
@@ -156,11 +156,7 @@ impl Driver {
             Request::Ack(offsets) => self.ack(&offsets),
             // Decided before it comes here.
             Request::Reconnect(_) | Request::Configure(_) => {}
-            Request::Checkpoint { .. } => {
-                self.tell(Status::Checkpointing);
-                self.fail(Status::CheckpointError, ErrorCode::CheckpointNotConfigured, NO_CHECKPOINT_PATH);
-                self.close_client(CloseCode::Application);
-            }
+            Request::Checkpoint { .. } => self.checkpoint(),
             Request::Snapshot { .. } => {
                 self.tell(Status::SnapshotCreating);
                 self.fail(Status::SnapshotError, ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH);
@@ -178,13 +174,13 @@ impl Driver {
         None
     }
 
-    fn tell(&mut self, status: Status) {
+    pub(super) fn tell(&mut self, status: Status) {
         if let Some(client) = &mut self.client {
             client.outbox.event(status);
         }
     }
 
-    fn fail(&mut self, status: Status, code: ErrorCode, message: &str) {
+    pub(super) fn fail(&mut self, status: Status, code: ErrorCode, message: &str) {
         if let Some(client) = &mut self.client {
             client.outbox.failure(status, code, message);
         }

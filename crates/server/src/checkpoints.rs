@@ -1,0 +1,292 @@
+//! The persistent volume, as this server uses it: what a sandbox is saved as, what it is restored from, and the lease on it.
+//!
+//! Everything that comes from the volume is hostile input. It is parsed by [`sandboxer_store`], and what is run is always made from the
+//! server's own template.
+
+mod facts;
+mod images;
+mod state;
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use sandboxer_protocol::SandboxId;
+use sandboxer_store::{
+    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, Metadata, Prepared, SandboxStatus, Saver, Source,
+    Tenant, Volume, VolumeKey,
+    failpoint::FailPoints,
+    key::Purpose,
+    lease::{BootClock, Leases, Spawn, Terms},
+    record::{Codec, DirectoryRecords, InstanceId, ReadError, Stored},
+};
+use serde_json::Value;
+use tokio_util::task::TaskTracker;
+use tracing::warn;
+
+pub use self::facts::Facts;
+use self::images::StoredImages;
+pub(crate) use self::state::SavedState;
+use crate::{images::Images, sandbox::record::Record};
+
+/// Where the hash of a sandbox's token is kept on the volume.
+const TOKEN: &str = "token_sha256";
+/// The files that runsc makes.
+const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", "pages.img"];
+/// What may be restored besides the memory and the disk of the largest sandbox: gVisor's own state.
+const ROOM_BYTES: u64 = 1 << 30;
+
+/// How checkpoints are kept.
+#[derive(Debug, Clone)]
+pub struct CheckpointSettings {
+    /// The volume that all instances share.
+    pub path: PathBuf,
+    /// Authenticates what is read from it.
+    pub key_file: Option<PathBuf>,
+    /// What is kept on this machine's own disk, so that a sandbox that comes back is there at once.
+    pub cache_bytes: u64,
+    pub terms: Terms,
+    pub facts: Facts,
+}
+
+pub(crate) struct Checkpoints {
+    volume: Volume,
+    saver: Saver,
+    cache: Cache,
+    pub(crate) leases: Leases,
+    facts: Facts,
+    /// Captures that are on their way to the volume.
+    work: PathBuf,
+    images: StoredImages,
+    largest_bytes: u64,
+    tasks: TaskTracker,
+}
+
+/// A sandbox at one moment, on this machine's disk.
+pub(crate) struct Capture {
+    dir: tempfile::TempDir,
+    state: SavedState,
+    image: PathBuf,
+    created_at: jiff::Timestamp,
+    automatic: bool,
+    parent: Option<CheckpointName>,
+}
+
+/// What a restore starts from.
+pub(crate) struct Loaded {
+    pub(crate) files: FileSet,
+    pub(crate) state: SavedState,
+    pub(crate) image: PathBuf,
+}
+
+impl Checkpoints {
+    pub(crate) fn open(settings: CheckpointSettings, data_dir: &Path, largest_bytes: u64, tasks: TaskTracker) -> io::Result<Self> {
+        let CheckpointSettings { path, key_file, cache_bytes, terms, facts } = settings;
+        let key = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)?;
+        let points = FailPoints::from_env()?;
+        let mut volume = Volume::on(Arc::new(LocalStore::open(&path, points.clone())?));
+        let codec = match key.clone() {
+            Some(key) => Codec::sealed(Arc::new(move |bytes| key.mac(Purpose::Record, bytes))),
+            None => Codec::default(),
+        };
+        if let Some(key) = key {
+            volume = volume.with_key(key);
+        }
+        let records = Arc::new(DirectoryRecords::open(&path, codec, points)?);
+        let index = ChunkIndex::default();
+        let loader = Loader::new(volume.clone(), index.clone());
+        let work = data_dir.join("saving");
+        // What an earlier process did not finish is of no use: the sandbox is still there, or was never given up.
+        fs::remove_dir_all(&work).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })?;
+        private_dir(&work)?;
+        let cache = Cache::open(&data_dir.join("cache"), cache_bytes, loader.clone()).map_err(other)?;
+        let saver = Saver::new(volume.clone(), index);
+        let spawn: Spawn = {
+            let tasks = tasks.clone();
+            Arc::new(move |task| drop(tasks.spawn(task)))
+        };
+        Ok(Self {
+            images: StoredImages::new(saver.clone(), loader.clone(), data_dir.join("images")),
+            saver,
+            volume,
+            cache,
+            leases: Leases::new(records, Arc::new(BootClock), instance(data_dir)?, terms, spawn),
+            facts,
+            work,
+            largest_bytes: largest_bytes.saturating_add(ROOM_BYTES),
+            tasks,
+        })
+    }
+
+    /// What the record of a sandbox tells before it is locked.
+    pub(crate) async fn look(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
+        self.leases.records().read(id).await
+    }
+
+    /// The hash of the token that opens the sandbox of a record.
+    pub(crate) fn token_sha256(stored: &Stored) -> &str {
+        stored.record.attributes.get(TOKEN).and_then(Value::as_str).unwrap_or_default()
+    }
+
+    pub(crate) fn attributes(record: &Record) -> BTreeMap<String, Value> {
+        BTreeMap::from([(TOKEN.to_owned(), Value::from(record.token_sha256.clone()))])
+    }
+
+    /// Puts the image of a sandbox on the volume, in the background, so that its first save does not wait for it.
+    pub(crate) fn keep_image(self: &Arc<Self>, image: PathBuf) {
+        let checkpoints = Arc::clone(self);
+        self.tasks.spawn(async move {
+            if let Err(error) = checkpoints.images.put(&image).await {
+                warn!(error = error.whole(), "the image could not be put on the volume; the first save tries again");
+            }
+        });
+    }
+
+    /// An empty directory to save into.
+    pub(crate) fn work_dir(&self) -> io::Result<tempfile::TempDir> {
+        tempfile::Builder::new().prefix("save-").tempdir_in(&self.work)
+    }
+
+    /// What was captured, with what the next server has to know of it.
+    pub(crate) fn capture(&self, dir: tempfile::TempDir, record: &Record, automatic: bool, parent: Option<CheckpointName>) -> Capture {
+        Capture {
+            dir,
+            state: SavedState::of(record),
+            image: record.image.clone(),
+            created_at: jiff::Timestamp::now(),
+            automatic,
+            parent,
+        }
+    }
+
+    /// Makes a capture durable. Nothing counts yet.
+    pub(crate) async fn persist(&self, id: SandboxId, capture: Capture, epoch: u64, wanted: CheckpointName) -> Result<CheckpointName, Error> {
+        let tenant = tenant(capture.state.owner.as_deref());
+        let mut sources = Vec::new();
+        for name in FILES {
+            let path = capture.dir.path().join(name);
+            if path.exists() {
+                sources.push(Source { name: name.parse().map_err(invalid)?, path });
+            }
+        }
+        let digest = self.images.put(&capture.image).await?;
+        let parent = match capture.parent {
+            Some(name) => self.volume.checkpoint(id, name).await.ok(),
+            None => None,
+        };
+        let parents: Vec<&Manifest> = parent.iter().collect();
+        let saved = self.saver.save(tenant, &sources, &parents).await?;
+        let contract = Contract {
+            sandbox_id: id,
+            created_at: capture.created_at,
+            parent: capture.parent,
+            epoch,
+            automatic: capture.automatic,
+            runsc_version: self.facts.runsc_version.clone(),
+            platform: self.facts.platform.clone(),
+            cpu_features: self.facts.cpu_features.clone(),
+            image: digest,
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            spec: Value::Null,
+            state: serde_json::to_value(&capture.state).map_err(invalid)?,
+            other: serde_json::Map::new(),
+        };
+        let Prepared { name, manifest, .. } = self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await?;
+        // Without it the next restore here reads the volume.
+        if let Err(error) = self.cache.adopt(&Arc::new(manifest), capture.dir.path()).await {
+            warn!(error = error.whole(), "what was saved could not be kept in the cache");
+        }
+        Ok(name)
+    }
+
+    /// Everything that a restore needs, checked.
+    pub(crate) async fn load(&self, id: SandboxId, name: CheckpointName, images: &Images) -> Result<Loaded, String> {
+        let loaded = self.try_load(id, name, images).await;
+        match loaded {
+            Ok(loaded) => Ok(loaded),
+            Err(why) => {
+                // Nothing is changed by looking.
+                let older = self.volume.intact_before(id, name).await.ok().flatten();
+                let advice = older.map(|older| format!(" The older checkpoint {older} is intact."));
+                Err(format!("{why}.{}", advice.unwrap_or_default()))
+            }
+        }
+    }
+
+    async fn try_load(&self, id: SandboxId, name: CheckpointName, images: &Images) -> Result<Loaded, String> {
+        let manifest = Arc::new(self.volume.checkpoint(id, name).await.map_err(|error| error.whole())?);
+        let contract = manifest.contract().ok_or_else(|| format!("{name} is not that of a sandbox"))?;
+        if contract.sandbox_id != id {
+            return Err(format!("{name} is that of another sandbox, {}", contract.sandbox_id));
+        }
+        contract.check(&self.facts.host()).map_err(|mismatch| format!("{name}: {mismatch}"))?;
+        let state: SavedState =
+            serde_json::from_value(contract.state.clone()).map_err(|error| format!("{name}: what it says of the sandbox makes no sense: {error}"))?;
+        state.check().map_err(|why| format!("{name}: {why}"))?;
+        manifest.expect_tenant(tenant(state.owner.as_deref())).map_err(|error| error.whole())?;
+        let image = self.images.find(contract.image, images).await.map_err(|why| format!("{name} needs the image {}: {why}", contract.image))?;
+        let files = self.cache.files(&manifest, self.largest_bytes).await.map_err(|error| error.whole())?;
+        Ok(Loaded { files, state, image })
+    }
+
+    /// Brings the copies up to date that people and tools read.
+    pub(crate) async fn describe(&self, record: &Record, status: SandboxStatus, latest: Option<CheckpointName>) -> Result<(), Error> {
+        if let Some(name) = latest {
+            self.volume.put_latest(record.id, name).await?;
+        }
+        let mut metadata = match self.volume.metadata(record.id).await {
+            Ok(metadata) => metadata,
+            Err(_) => Metadata {
+                status,
+                created_at: record.created_at,
+                last_checkpointed_at: None,
+                idle_timeout: None,
+                image: None,
+                other: serde_json::Map::new(),
+            },
+        };
+        metadata.status = status;
+        if latest.is_some() {
+            metadata.last_checkpointed_at = Some(jiff::Timestamp::now());
+        }
+        metadata.idle_timeout = serde_json::Number::from_f64(record.config.idle_timeout.unwrap_or(Duration::ZERO).as_secs_f64());
+        metadata.image = record.image.file_stem().and_then(|stem| stem.to_str()).map(str::to_owned);
+        self.volume.put_metadata(record.id, &metadata).await
+    }
+}
+
+/// Whose data it is.
+fn tenant(owner: Option<&str>) -> Tenant {
+    owner.map_or_else(Tenant::open, |owner| Tenant::of_key(owner.as_bytes()))
+}
+
+/// The name of this instance: it outlives the process, since the sandboxes do.
+fn instance(data_dir: &Path) -> io::Result<InstanceId> {
+    let file = data_dir.join("instance");
+    match fs::read_to_string(&file) {
+        Ok(text) => text.trim().parse().map_err(|error| io::Error::other(format!("{}: {error}", file.display()))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let id = InstanceId::random();
+            fs::write(&file, format!("{id}\n"))?;
+            Ok(id)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn private_dir(dir: &Path) -> io::Result<()> {
+    use std::os::unix::fs::DirBuilderExt as _;
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+fn other(error: Error) -> io::Error {
+    io::Error::other(error.whole())
+}
+
+fn invalid(error: impl std::fmt::Display) -> Error {
+    Error::Invalid(error.to_string())
+}

@@ -1,0 +1,247 @@
+//! Bringing a sandbox here from the volume: from whoever has it, or from its last checkpoint.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use sandboxer_protocol::{
+    SandboxId,
+    client::{Status, StatusUpdate},
+};
+use sandboxer_store::{
+    CheckpointName, SandboxStatus,
+    lease::{
+        Sought,
+        handoff::{self, Arrival},
+    },
+};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument as _, info, info_span, warn};
+
+use super::{Handle, Manager, Opened, Running, Wire, converse, prepare};
+use crate::{
+    checkpoints::{Checkpoints, Loaded},
+    sandbox::{
+        host::SandboxHost,
+        record::{RECORD_VERSION, Record},
+        saving::Kept,
+    },
+    tenants::Place,
+};
+
+/// Why a sandbox does not come here, said to who wanted it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ArriveError {
+    NotFound(String),
+    InUse,
+    HandoffInProgress,
+    Failed(String),
+}
+
+/// What the volume has of a sandbox.
+pub(crate) enum Saved {
+    There(There),
+    Unreadable(String),
+}
+
+pub(crate) struct There {
+    token_sha256: String,
+}
+
+impl There {
+    /// Whether this is the sandbox's token, without telling how much of it is right.
+    pub(crate) fn opens(&self, token: &str) -> bool {
+        super::same_secret(token, &self.token_sha256)
+    }
+}
+
+/// A sandbox that came, and what its client is told first.
+pub(crate) struct Arrived {
+    pub(crate) handle: Handle,
+    pub(crate) greeting: StatusUpdate,
+}
+
+/// What a restore brings, for the one who asked for it.
+struct Restored {
+    record: Record,
+    running: Running,
+    place: (Option<OwnedSemaphorePermit>, Place),
+}
+
+/// Starts one sandbox from a checkpoint.
+pub(crate) struct Restorer {
+    manager: Arc<Manager>,
+    checkpoints: Arc<Checkpoints>,
+    id: SandboxId,
+    token_sha256: String,
+    restored: Arc<Mutex<Option<Restored>>>,
+}
+
+impl Manager {
+    pub(crate) fn keeps_checkpoints(&self) -> bool {
+        self.checkpoints.is_some()
+    }
+
+    /// What the volume has of a sandbox, before anything is locked. None: nothing.
+    pub(crate) async fn saved(&self, id: SandboxId) -> Option<Saved> {
+        match self.checkpoints.as_ref()?.look(id).await {
+            Ok(stored) => stored.map(|stored| Saved::There(There { token_sha256: Checkpoints::token_sha256(&stored).to_owned() })),
+            Err(error) => Some(Saved::Unreadable(error.to_string())),
+        }
+    }
+
+    /// Gets hold of a sandbox that is not here and starts it from its latest checkpoint. Runs to its end even if nobody waits for it any
+    /// longer; `give_up` ends the waiting for another instance.
+    pub(crate) async fn arrive(self: &Arc<Self>, id: SandboxId, give_up: CancellationToken) -> Result<Arrived, ArriveError> {
+        let manager = Arc::clone(self);
+        let span = info_span!(parent: None, "sandbox", %id);
+        let arriving = self.drivers.spawn(async move { manager.bring(id, &give_up).await }.instrument(span));
+        arriving.await.unwrap_or_else(|_| Err(ArriveError::Failed("Bringing the sandbox here failed. Try again.".to_owned())))
+    }
+
+    async fn bring(self: Arc<Self>, id: SandboxId, give_up: &CancellationToken) -> Result<Arrived, ArriveError> {
+        let Some(checkpoints) = self.checkpoints.clone() else { return Err(not_found()) };
+        let turn = self.turn(id);
+        let _turn = turn.acquire().await;
+        if let Some(handle) = self.find(id).await {
+            return Ok(Arrived { handle, greeting: StatusUpdate::new(Status::Running) });
+        }
+        let begun = Instant::now();
+        let looked = checkpoints.look(id).await.map_err(|error| ArriveError::Failed(error.to_string()))?;
+        let Some(stored) = looked else { return Err(not_found()) };
+        let wire = Wire::default();
+        let restored = Arc::new(Mutex::new(None));
+        let restorer = Restorer {
+            manager: Arc::clone(&self),
+            checkpoints: Arc::clone(&checkpoints),
+            id,
+            token_sha256: Checkpoints::token_sha256(&stored).to_owned(),
+            restored: Arc::clone(&restored),
+        };
+        let runtime = Arc::clone(&self.runtime);
+        let host = SandboxHost::new(id, self.dir(id), runtime, Arc::clone(&checkpoints), wire.sender.clone(), Some(restorer));
+        let keeper = match handoff::arrive(&checkpoints.leases, id, Arc::clone(&host), give_up).await {
+            Arrival::Running(keeper) => keeper,
+            Arrival::NotHeld(sought) => return Err(not_held(&sought)),
+            Arrival::RestoreFailed(why) => return Err(ArriveError::Failed(why)),
+        };
+        let came = restored.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(Restored { mut record, running, place }) = came else {
+            return Err(ArriveError::Failed("The sandbox was restored and lost.".to_owned()));
+        };
+        let mut greeting = StatusUpdate::new(Status::Running);
+        if !keeper.lease().is_exact() {
+            record.generation = keeper.lease().epoch();
+            greeting.rewound = Some(true);
+            greeting.generation = Some(record.generation);
+            if let Some(execution) = &running.execution {
+                greeting.execution_id = Some((*execution.id).clone());
+                greeting.stdout_offset = Some(execution.shown.stdout);
+                greeting.stderr_offset = Some(execution.shown.stderr);
+                greeting.stdin_offset = Some(execution.stdin_next);
+            }
+        }
+        if let Err(error) = record.write(&self.dir(id)) {
+            warn!(%error, "the record of the sandbox could not be written");
+        }
+        if let Err(error) = checkpoints.describe(&record, SandboxStatus::Running, None).await {
+            warn!(error = error.whole(), "the volume could not be told that the sandbox runs");
+        }
+        info!(ms = begun.elapsed().as_millis(), rewound = greeting.rewound, "restored");
+        self.metrics.restores.inc();
+        let age = std::time::Duration::try_from(jiff::Timestamp::now().duration_since(record.created_at)).unwrap_or_default();
+        let kept = Kept { keeper, host, checkpoints };
+        let handle = self.drive(record, place, running, age, wire, Some(kept));
+        Ok(Arrived { handle, greeting })
+    }
+
+    /// One at a time for each sandbox.
+    fn turn(&self, id: SandboxId) -> Arc<Semaphore> {
+        let mut arriving = self.arriving.lock().unwrap_or_else(PoisonError::into_inner);
+        arriving.retain(|_, turn| turn.strong_count() > 0);
+        if let Some(turn) = arriving.get(&id).and_then(Weak::upgrade) {
+            return turn;
+        }
+        let turn = Arc::new(Semaphore::new(1));
+        arriving.insert(id, Arc::downgrade(&turn));
+        turn
+    }
+}
+
+impl Restorer {
+    /// A restore that gVisor fails is tried once more.
+    pub(crate) async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String> {
+        let manager = &self.manager;
+        let Ok(slot) = Arc::clone(&manager.slots).try_acquire_owned() else {
+            return Err(format!("This server has {} sandboxes, and that is all it may have. Try another one.", manager.settings.max_sandboxes));
+        };
+        let Loaded { files, state, image } = self.checkpoints.load(self.id, name, &manager.images).await?;
+        let record = Record {
+            version: RECORD_VERSION,
+            id: self.id,
+            created_at: state.created_at,
+            token_sha256: self.token_sha256.clone(),
+            marker: state.marker,
+            image,
+            owner: state.owner,
+            idle_since: None,
+            config: state.config,
+            epoch: Some(epoch),
+            generation: state.generation,
+        };
+        let resources = record.config.limits.again(&manager.settings.max_limits, &manager.host).map_err(|error| error.message)?;
+        let launch = manager.launch(&record, resources);
+        let mut failure = String::new();
+        for attempt in 1..=2 {
+            let started = async {
+                prepare(&launch, &record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
+                let instance = manager.runtime.restore(&launch, files.dir()).await.map_err(|error| error.to_string())?;
+                converse(instance, &record.marker, manager.settings.start_timeout).await
+            };
+            match started.await {
+                Ok(Opened { running, .. }) => {
+                    let place = manager.tenants.readmit(record.owner.as_deref());
+                    let restored = Restored { record, running, place: (Some(slot), place) };
+                    *self.restored.lock().unwrap_or_else(PoisonError::into_inner) = Some(restored);
+                    return Ok(());
+                }
+                Err(why) => {
+                    warn!(attempt, why, "could not be restored");
+                    self.keep_boot_log(&launch.dir);
+                    manager.discard(&launch).await;
+                    failure = why;
+                }
+            }
+        }
+        Err(format!("{name} could not be restored: {failure}"))
+    }
+
+    fn keep_boot_log(&self, dir: &std::path::Path) {
+        let kept = self.manager.settings.data_dir.join("failed-restores");
+        if let Ok(log) = std::fs::read(dir.join("boot.log"))
+            && super::private_dir(&kept).and_then(|()| std::fs::write(kept.join(format!("{}.log", self.id)), log)).is_err()
+        {
+            warn!("the boot log of the failed restore could not be kept");
+        }
+    }
+}
+
+fn not_found() -> ArriveError {
+    ArriveError::NotFound("There is no such sandbox.".to_owned())
+}
+
+fn not_held(sought: &Sought) -> ArriveError {
+    match sought {
+        Sought::Held(_) | Sought::NotFound => not_found(),
+        Sought::NeverSaved => ArriveError::NotFound("The sandbox was lost before it was saved for the first time.".to_owned()),
+        Sought::Gone(tombstone) => ArriveError::NotFound(tombstone.reason.clone()),
+        Sought::InUse => ArriveError::InUse,
+        Sought::HandoffInProgress => ArriveError::HandoffInProgress,
+        Sought::CannotSave(why) => ArriveError::Failed(format!("The instance that has the sandbox can't save it, and keeps it: {why}")),
+        Sought::Unanswered => ArriveError::Failed("The instance that has the sandbox neither hands it over nor answers. Try again later.".to_owned()),
+        Sought::GivenUp => ArriveError::Failed("Nobody waits for it any longer.".to_owned()),
+        Sought::Unavailable(why) => ArriveError::Failed(format!("The volume does not answer: {why}. Try again later.")),
+    }
+}

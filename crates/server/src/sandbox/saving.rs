@@ -1,0 +1,294 @@
+//! What the driver does about saves: it brings the conversation with the agent to rest, lets the sandbox stand still, and goes on.
+//!
+//! ```text
+//!   going ── Quiet: a ping behind all that was written ──► quieting ── its pong ──► still ── GoOn ──► going
+//! ```
+//!
+//! Unread input in the FIFO would be saved with the sandbox and read again by each of its copies: so nothing is written to the agent from
+//! the ping on. Output needs no such care, since it is numbered.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::future::BoxFuture;
+use sandboxer_protocol::{
+    agent::ToAgent,
+    client::{CloseCode, ErrorCode, Status},
+};
+use sandboxer_store::{
+    CheckpointName, SandboxStatus,
+    lease::{
+        Release,
+        handoff::{Consent, Ending, Keeper, SaveError},
+    },
+};
+use tokio::{
+    sync::oneshot,
+    time::{Instant, timeout},
+};
+use tracing::{info, warn};
+
+use super::{
+    driver::{Driver, Outcome},
+    farewell,
+    host::SandboxHost,
+    record::Record,
+};
+use crate::checkpoints::Checkpoints;
+
+/// How long the agent may take to have read all that was written to it.
+const QUIET_WITHIN: Duration = Duration::from_secs(10);
+/// How soon after a disconnect the sandbox is saved, and how often at most.
+const SAVE_AFTER: Duration = Duration::from_millis(300);
+const SAVE_EVERY: Duration = Duration::from_secs(10);
+/// How long the record may take to be told of an end.
+const TELL_RECORD: Duration = Duration::from_secs(5);
+
+/// The lease on a sandbox that is kept on the volume.
+pub(crate) struct Kept {
+    pub(crate) keeper: Keeper,
+    pub(crate) host: Arc<SandboxHost>,
+    pub(crate) checkpoints: Arc<Checkpoints>,
+}
+
+pub(crate) type Rest = Result<Box<Record>, String>;
+
+/// Whether anything is written to the agent.
+#[derive(Default)]
+pub(super) enum Stillness {
+    #[default]
+    Going,
+    Quieting {
+        value: u64,
+        until: Instant,
+        reply: oneshot::Sender<Rest>,
+    },
+    Still,
+}
+
+/// Why a save is under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Why {
+    /// The client asked for it.
+    Asked,
+    Idle,
+    /// The client went away.
+    Disconnected,
+    Draining,
+}
+
+/// A save under way.
+pub(super) struct Saving {
+    pub(super) why: Why,
+    done: BoxFuture<'static, Result<CheckpointName, SaveError>>,
+}
+
+/// All that the driver knows of saves.
+#[derive(Default)]
+pub(super) struct Saves {
+    pub(super) kept: Option<Kept>,
+    pub(super) stillness: Stillness,
+    pub(super) saving: Option<Saving>,
+    pub(super) due: Option<Instant>,
+    last: Option<Instant>,
+    pings: u64,
+    /// The server is being stopped.
+    pub(super) draining: bool,
+}
+
+impl Saves {
+    pub(super) fn of(kept: Option<Kept>) -> Self {
+        Self { kept, ..Self::default() }
+    }
+
+    /// Whether frames may be written to the agent.
+    pub(super) fn may_write(&self) -> bool {
+        !matches!(self.stillness, Stillness::Still)
+    }
+
+    /// Whether the client is served.
+    pub(super) fn may_serve(&self) -> bool {
+        matches!(self.stillness, Stillness::Going) && !self.ends_here()
+    }
+
+    /// Whether the save under way is to be the end of the sandbox here.
+    pub(super) fn ends_here(&self) -> bool {
+        self.saving.as_ref().is_some_and(|saving| saving.why != Why::Disconnected)
+    }
+
+    /// The outcome of the save under way, never if there is none. Cancel-safe.
+    pub(super) async fn saved(&mut self) -> Result<CheckpointName, SaveError> {
+        match &mut self.saving {
+            Some(saving) => (&mut saving.done).await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl Driver {
+    /// Begins a save, unless one is under way or the sandbox is not kept.
+    pub(super) fn save(&mut self, why: Why) {
+        let Some(kept) = &self.saves.kept else { return };
+        let (keeper, host) = (kept.keeper.clone(), Arc::clone(&kept.host));
+        info!(?why, "saving");
+        self.saves.due = None;
+        self.saves.last = Some(Instant::now());
+        let done: BoxFuture<'static, _> = Box::pin(async move {
+            host.about_to_save(why != Why::Disconnected, why != Why::Asked);
+            if why == Why::Disconnected { keeper.save().await } else { keeper.checkpoint().await }
+        });
+        self.saves.saving = Some(Saving { why, done });
+    }
+
+    /// The client asked for a checkpoint.
+    pub(super) fn checkpoint(&mut self) {
+        self.tell(Status::Checkpointing);
+        if self.saves.kept.is_some() {
+            self.save(Why::Asked);
+            return;
+        }
+        let (code, message) = if self.checkpoints_configured {
+            (ErrorCode::CheckpointNotEnabled, "This sandbox was created without enable_checkpoint. It goes on.")
+        } else {
+            (ErrorCode::CheckpointNotConfigured, "This server keeps no checkpoints: it was started without a checkpoint path. The sandbox goes on.")
+        };
+        self.fail(Status::CheckpointError, code, message);
+        self.close_client(CloseCode::Application);
+    }
+
+    /// The client is gone: should this instance die, the next one has something to restore.
+    pub(super) fn save_soon(&mut self) {
+        if self.saves.kept.is_none() || self.saves.saving.is_some() {
+            return;
+        }
+        let now = Instant::now();
+        let earliest = self.saves.last.map_or(now, |last| last + SAVE_EVERY);
+        self.saves.due.get_or_insert(earliest.max(now + SAVE_AFTER));
+    }
+
+    pub(super) fn on_saved(&mut self, saved: Result<CheckpointName, SaveError>) -> Option<Outcome> {
+        let saving = self.saves.saving.take()?;
+        let error = match saved {
+            Ok(name) => {
+                info!(%name, "saved");
+                self.metrics.saves.inc();
+                if saving.why != Why::Disconnected {
+                    // It is ended by its lease, which says so.
+                    self.saves.saving = Some(Saving { why: saving.why, done: Box::pin(std::future::pending()) });
+                }
+                return None;
+            }
+            Err(error) => error,
+        };
+        warn!(%error, why = ?saving.why, "could not be saved; it goes on");
+        self.metrics.save_failures.inc();
+        match saving.why {
+            Why::Asked => {
+                let message = format!("The sandbox could not be saved: {error}. It goes on, and can be attached again.");
+                self.fail(Status::CheckpointError, ErrorCode::CheckpointFailed, &message);
+                self.close_client(CloseCode::Application);
+            }
+            Why::Idle => self.count_idleness_anew(),
+            Why::Disconnected => {}
+            Why::Draining => return Some(Outcome::LeftRunning),
+        }
+        if self.saves.draining {
+            return Some(Outcome::LeftRunning);
+        }
+        for knocking in std::mem::take(&mut self.late) {
+            self.on_attach(knocking);
+        }
+        None
+    }
+
+    /// The server stops for good. Returns how the sandbox ends, unless it is saved first.
+    pub(super) fn on_drain(&mut self) -> Option<Outcome> {
+        self.saves.draining = true;
+        if self.saves.kept.is_none() {
+            return Some(Outcome::Drained);
+        }
+        if !self.saves.ends_here() {
+            self.tell(Status::Checkpointing);
+            self.save(Why::Draining);
+        }
+        None
+    }
+
+    /// Someone else wants the sandbox.
+    pub(super) fn on_asked_for(&mut self) -> Consent {
+        let attached = self.client.as_ref().is_some_and(|client| !client.leaving && !client.port.outgoing.is_closed());
+        if attached && !self.record.config.handoff {
+            return Consent::InUse;
+        }
+        if attached {
+            self.tell(Status::LockReleaseRequested);
+            self.tell(Status::Checkpointing);
+        }
+        Consent::HandOver
+    }
+
+    pub(super) fn on_quiet(&mut self, reply: oneshot::Sender<Rest>) {
+        self.saves.pings += 1;
+        let value = self.saves.pings;
+        self.writer.queue(&ToAgent::Ping { value });
+        self.saves.stillness = Stillness::Quieting { value, until: Instant::now() + QUIET_WITHIN, reply };
+    }
+
+    /// The agent has read everything up to a ping.
+    pub(super) fn on_agent_pong(&mut self, answered: u64) {
+        match std::mem::take(&mut self.saves.stillness) {
+            Stillness::Quieting { value, reply, .. } if value == answered => {
+                self.saves.stillness = Stillness::Still;
+                let _ = reply.send(Ok(Box::new(self.record.clone())));
+            }
+            other => self.saves.stillness = other,
+        }
+    }
+
+    pub(super) fn give_up_quieting(&mut self, now: Instant) {
+        match std::mem::take(&mut self.saves.stillness) {
+            Stillness::Quieting { until, reply, .. } if until <= now => {
+                let _ = reply.send(Err("the agent did not answer in time".to_owned()));
+            }
+            other => self.saves.stillness = other,
+        }
+    }
+
+    pub(super) fn on_end_by_lease(&mut self, why: Ending) -> Option<Outcome> {
+        match why {
+            Ending::Checkpointed => Some(Outcome::Checkpointed { draining: self.saves.draining }),
+            Ending::HandedOver => Some(Outcome::HandedOver),
+            Ending::Lost(reason) => Some(Outcome::Lost(reason.to_string())),
+            // It is being killed by this very driver.
+            Ending::Killed => None,
+        }
+    }
+}
+
+/// The sandbox has ended here: the volume is told what that means for it.
+pub(super) async fn tell_volume(kept: Kept, record: &Record, outcome: &Outcome) {
+    let Kept { keeper, checkpoints, .. } = kept;
+    let for_good = match outcome {
+        Outcome::KilledByClient | Outcome::Idle(_) | Outcome::Drained => true,
+        // What was saved of it can go on.
+        Outcome::Died(_) | Outcome::Lifetime(_) => keeper.lease().latest().is_none(),
+        Outcome::Checkpointed { .. } | Outcome::HandedOver | Outcome::Lost(_) | Outcome::LeftRunning => return,
+    };
+    let told = async {
+        if for_good {
+            keeper.kill(farewell::obituary(outcome)).await.map_err(|error| error.to_string())?;
+            checkpoints.describe(record, SandboxStatus::Killed, None).await.map_err(|error| error.whole())
+        } else {
+            let epoch = keeper.lease().epoch();
+            drop(keeper);
+            let held = checkpoints.leases.resume(record.id, epoch);
+            held.lease.release(Release::Anyone).await.map_err(|error| error.to_string())?;
+            checkpoints.describe(record, SandboxStatus::Checkpointed, None).await.map_err(|error| error.whole())
+        }
+    };
+    match timeout(TELL_RECORD, told).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => warn!(error, "the volume could not be told that the sandbox ended"),
+        Err(_) => warn!("the volume was not told in time that the sandbox ended"),
+    }
+}
+
