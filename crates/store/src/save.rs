@@ -13,7 +13,7 @@
 
 mod job;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, TryStreamExt, stream};
-use object_store::PutMode;
+use object_store::{ObjectStoreExt, PutMode};
 use tokio::sync::{Semaphore, mpsc};
 
 use self::job::{FullPack, Job, Piece};
@@ -103,6 +103,11 @@ impl Saver {
         Self { volume, index, workers: crate::workers(), turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)) }
     }
 
+    #[must_use]
+    pub fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
     /// Makes the files' data durable on the volume. `parents`: manifests whose chunks may be there already. If this is dropped, the workers end soon; packs that
     /// they had written stay unreferenced.
     ///
@@ -116,23 +121,46 @@ impl Saver {
             known.extend(places(parent));
         }
         let mut written = HashMap::new();
-        let mut attempt = self.attempt(tenant, sources, known, &mut written).await?;
-        let mut gone = self.missing(tenant, &mut attempt, &written).await?;
+        let mut saved = match self.save_new(tenant, sources, known, &mut written).await {
+            Ok(saved) => saved,
+            Err(error) => {
+                self.withdraw(tenant, written.into_keys()).await;
+                return Err(error);
+            }
+        };
+        saved.stats.took = began.elapsed();
+        self.index.learn(tenant, saved.places());
+        Ok(saved)
+    }
+
+    async fn save_new(
+        &self,
+        tenant: Tenant,
+        sources: &[Source],
+        known: HashMap<ChunkHash, Place>,
+        written: &mut HashMap<PackId, u64>,
+    ) -> Result<Saved> {
+        let mut attempt = self.attempt(tenant, sources, known, written).await?;
+        let mut gone = self.missing(tenant, &mut attempt, written).await?;
         if !gone.is_empty() {
             // Collected, or lost, since they became known. What was just written is still good.
             self.index.forget(&gone);
             let mut known = std::mem::take(&mut attempt.known);
             known.retain(|_, place| !gone.contains(&place.pack));
-            attempt = self.attempt(tenant, sources, known, &mut written).await?;
-            gone = self.missing(tenant, &mut attempt, &written).await?;
+            attempt = self.attempt(tenant, sources, known, written).await?;
+            gone = self.missing(tenant, &mut attempt, written).await?;
         }
-        if let Some(id) = gone.into_iter().next() {
-            return Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() }));
+        match gone.into_iter().next() {
+            Some(id) => Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() })),
+            None => attempt.finish(tenant, sources, written),
         }
-        let mut saved = attempt.finish(tenant, sources, &written)?;
-        saved.stats.took = began.elapsed();
-        self.index.learn(tenant, saved.places());
-        Ok(saved)
+    }
+
+    /// Removes the packs of a save that failed, which nothing refers to: the volume may be full. What can't be removed is left to collection.
+    async fn withdraw(&self, tenant: Tenant, packs: impl Iterator<Item = PackId>) {
+        for id in packs {
+            let _ = self.volume.store().delete(&layout::pack(tenant, id)).await;
+        }
     }
 
     async fn attempt(
@@ -157,9 +185,17 @@ impl Saver {
             .collect();
         drop(full);
         let uploads = stream::unfold(packs, async |mut packs| Some((packs.recv().await?, packs)));
-        let uploaded: Result<Vec<_>> = uploads.map(|pack| self.upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY).try_collect().await;
-        if uploaded.is_err() {
-            job.stop();
+        let mut uploads = std::pin::pin!(uploads.map(|pack| self.upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY));
+        let mut uploaded = Ok(());
+        // To the end also after a failure: a write that was begun goes on whether it is waited for or not.
+        while let Some(upload) = uploads.next().await {
+            match upload {
+                Ok(pack) => written.extend([pack]),
+                Err(error) => {
+                    job.stop();
+                    uploaded = Err(error);
+                }
+            }
         }
         let mut worked = Ok(());
         for worker in workers {
@@ -170,7 +206,7 @@ impl Saver {
                 Ok(()) => {}
             }
         }
-        written.extend(uploaded?);
+        uploaded?;
         worked?;
         if let Some(last) = job.last_pack() {
             written.extend([self.upload(tenant, last).await?]);
