@@ -73,8 +73,10 @@ impl Loader {
             return Err(Error::damaged(&manifest.path(), Fault::TooLarge { found, limit }));
         }
         let files = create(manifest, paths)?;
-        let read_bytes =
-            self.each_span(manifest, Sink::Files(files), spans(manifest)).try_fold(0, async |sum, length| Ok(sum + length)).await?;
+        let read_bytes = self
+            .each_span(manifest, Sink::Files(files), spans(manifest))
+            .try_fold(0, |sum, length| std::future::ready(Ok(sum + length)))
+            .await?;
         self.index.learn_manifest(manifest);
         Ok(LoadStats { raw_bytes: found, read_bytes, took: began.elapsed() })
     }

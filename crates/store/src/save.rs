@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::{StreamExt, stream};
 use object_store::{ObjectStoreExt, PutMode};
 use tokio::sync::{Semaphore, mpsc};
 
@@ -31,13 +31,13 @@ use crate::error::{Error, Fault, Result};
 use crate::index::{ChunkIndex, Place, places};
 use crate::layout::{self, FileName, ManifestAt, PackId, Tenant};
 use crate::manifest::{Chunk, ChunkHash, Codec, FileEntry, Manifest, PackRef, file_digest};
+use crate::pack;
 use crate::volume::Volume;
 
 /// One fills while one is written.
 const PACKS_IN_MEMORY: usize = 2;
 /// More would not be faster on the machine's cores, and each holds its packs in memory.
 const SAVES_AT_ONCE: usize = 2;
-const LOOKS_AT_ONCE: usize = 8;
 
 /// A file to save, and what it is called in the checkpoint.
 #[derive(Debug, Clone)]
@@ -94,13 +94,21 @@ pub struct Saver {
     volume: Volume,
     index: ChunkIndex,
     workers: usize,
+    pack_bytes: usize,
     turns: Arc<Semaphore>,
 }
 
 impl Saver {
     #[must_use]
     pub fn new(volume: Volume, index: ChunkIndex) -> Self {
-        Self { volume, index, workers: crate::workers(), turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)) }
+        Self { volume, index, workers: crate::workers(), pack_bytes: pack::TARGET_BYTES, turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)) }
+    }
+
+    /// Packs of at most about this size, [`pack::TARGET_BYTES`] at most.
+    #[must_use]
+    pub fn with_pack_bytes(mut self, bytes: usize) -> Self {
+        self.pack_bytes = bytes.clamp(pack::HEAD_BYTES, pack::TARGET_BYTES);
+        self
     }
 
     #[must_use]
@@ -116,10 +124,7 @@ impl Saver {
     pub async fn save(&self, tenant: Tenant, sources: &[Source], parents: &[&Manifest]) -> Result<Saved> {
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
-        let mut known: HashMap<ChunkHash, Place> = HashMap::new();
-        for parent in parents.iter().filter(|parent| parent.tenant() == tenant) {
-            known.extend(places(parent));
-        }
+        let known = known_to(tenant, parents);
         let mut written = HashMap::new();
         let mut saved = match self.save_new(tenant, sources, known, &mut written).await {
             Ok(saved) => saved,
@@ -174,7 +179,7 @@ impl Saver {
             File::open(&source.path).map_err(|error| Error::local("open", &source.path, error)).map(|file| (file, source.path.clone()))
         };
         let files = sources.iter().map(open).collect::<Result<Vec<_>>>()?;
-        let job = Arc::new(Job::new(tenant, files, known, self.index.clone()));
+        let job = Arc::new(Job::new(tenant, files, known, self.index.clone(), self.pack_bytes));
         let stop = StopOnDrop(&job);
         let (full, packs) = mpsc::channel(PACKS_IN_MEMORY);
         let workers: Vec<_> = (0..self.workers)
@@ -184,8 +189,9 @@ impl Saver {
             })
             .collect();
         drop(full);
-        let uploads = stream::unfold(packs, async |mut packs| Some((packs.recv().await?, packs)));
-        let mut uploads = std::pin::pin!(uploads.map(|pack| self.upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY));
+        let uploads = stream::unfold(packs, |mut packs| async move { Some((packs.recv().await?, packs)) });
+        let uploader = self.clone();
+        let mut uploads = std::pin::pin!(uploads.map(move |pack| uploader.clone().upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY));
         let mut uploaded = Ok(());
         // To the end also after a failure: a write that was begun goes on whether it is waited for or not.
         while let Some(upload) = uploads.next().await {
@@ -209,14 +215,14 @@ impl Saver {
         uploaded?;
         worked?;
         if let Some(last) = job.last_pack() {
-            written.extend([self.upload(tenant, last).await?]);
+            written.extend([self.clone().upload(tenant, last).await?]);
         }
         drop(stop);
         let (pieces, known) = job.results();
         Ok(Attempt { pieces, known, relied: HashMap::new() })
     }
 
-    async fn upload(&self, tenant: Tenant, pack: FullPack) -> Result<(PackId, u64)> {
+    async fn upload(self, tenant: Tenant, pack: FullPack) -> Result<(PackId, u64)> {
         let FullPack { id, bytes, permit } = pack;
         let (path, length) = (layout::pack(tenant, id), bytes.len() as u64);
         match self.volume.put(&path, bytes.into(), PutMode::Create).await {
@@ -231,9 +237,8 @@ impl Saver {
     /// Looks at every pack that was there before; tells which are not.
     async fn missing(&self, tenant: Tenant, attempt: &mut Attempt, written: &HashMap<PackId, u64>) -> Result<HashSet<PackId>> {
         let used: HashSet<PackId> = attempt.pieces.iter().filter_map(|piece| piece.place.map(|place| place.pack)).collect();
-        let relied = used.into_iter().filter(|id| !written.contains_key(id));
-        let looks = stream::iter(relied).map(async |id| Ok::<_, Error>((id, self.volume.pack_bytes(tenant, id).await?)));
-        let sizes: Vec<(PackId, Option<u64>)> = looks.buffer_unordered(LOOKS_AT_ONCE).try_collect().await?;
+        let relied: Vec<PackId> = used.into_iter().filter(|id| !written.contains_key(id)).collect();
+        let sizes = self.volume.sizes_of(tenant, relied).await?;
         let mut gone = HashSet::new();
         for (id, bytes) in sizes {
             let long_enough = |bytes: &u64| attempt.end_of(id) <= *bytes;
@@ -244,6 +249,10 @@ impl Saver {
         }
         Ok(gone)
     }
+}
+
+fn known_to(tenant: Tenant, parents: &[&Manifest]) -> HashMap<ChunkHash, Place> {
+    parents.iter().filter(|parent| parent.tenant() == tenant).flat_map(|parent| places(parent)).collect()
 }
 
 /// One pass over the files.

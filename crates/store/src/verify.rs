@@ -1,18 +1,15 @@
 //! Walks everything on a volume and tells each fault with its file.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
-use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use sandboxer_protocol::SandboxId;
 
 use crate::error::{Error, Fault, Result};
 use crate::layout::{self, CheckpointName, ManifestAt, PackId};
 use crate::load::Loader;
-use crate::manifest::{Chunk, Manifest};
+use crate::manifest::{Chunk, Manifest, PackRef};
 use crate::volume::Volume;
-
-const LOOKS_AT_ONCE: usize = 8;
 
 /// How closely to look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,19 +67,18 @@ impl Volume {
     }
 
     async fn pack_faults(&self, manifest: &Manifest) -> Result<Vec<Error>> {
-        let looks = stream::iter(manifest.packs())
-            .map(|pack| async move { Ok::<_, Error>((*pack, self.pack_bytes(manifest.tenant(), pack.id).await?)) });
-        let sizes: Vec<_> = looks.buffer_unordered(LOOKS_AT_ONCE).try_collect().await?;
-        let fault = |(pack, found): (crate::manifest::PackRef, Option<u64>)| {
+        let sizes: HashMap<_, _> =
+            self.sizes_of(manifest.tenant(), manifest.packs().iter().map(|pack| pack.id).collect()).await?.into_iter().collect();
+        let fault = |pack: &PackRef| {
             let needed_by = manifest.at().to_string();
-            let fault = match found {
+            let fault = match sizes.get(&pack.id).copied().flatten() {
                 None => Fault::MissingPack { needed_by },
                 Some(found) if found != pack.bytes => Fault::TornPack { expected: pack.bytes, found, needed_by },
                 Some(_) => return None,
             };
             Some(Error::damaged(&layout::pack(manifest.tenant(), pack.id), fault))
         };
-        Ok(sizes.into_iter().filter_map(fault).collect())
+        Ok(manifest.packs().iter().filter_map(fault).collect())
     }
 }
 

@@ -12,15 +12,16 @@ use sandboxer_store::{
     CheckpointName, ChunkIndex, Contract, Depth, ImageDigest, Loader, Metadata, SandboxStatus, Saver, Source, Tenant, Volume, verify,
 };
 
-/// Two packs' worth, none of it compressible.
-const BYTES: usize = 18 << 20;
+/// Several packs' worth, none of it compressible.
+const BYTES: usize = 3 << 20;
+const PACK_BYTES: usize = 1 << 20;
 
 fn data(round: u64) -> Vec<u8> {
     let mut data = vec![0; BYTES];
     blake3::Hasher::new().finalize_xof().fill(&mut data);
-    let mut changed = vec![0; 1 << 20];
+    let mut changed = vec![0; 1 << 17];
     blake3::Hasher::new().update(&round.to_le_bytes()).finalize_xof().fill(&mut changed);
-    data[5 << 20..6 << 20].copy_from_slice(&changed);
+    data[2 << 20..(2 << 20) + (1 << 17)].copy_from_slice(&changed);
     data
 }
 
@@ -69,7 +70,8 @@ async fn checkpoint(volume: &Volume, sandbox_id: SandboxId, local: &Path, round:
     };
     let parents: Vec<_> = parent.iter().collect();
     let source = Source { name: "pages.img".parse().unwrap(), path };
-    let saved = Saver::new(volume.clone(), ChunkIndex::default()).save(Tenant::open(), &[source], &parents).await?;
+    let saved =
+        Saver::new(volume.clone(), ChunkIndex::default()).with_pack_bytes(PACK_BYTES).save(Tenant::open(), &[source], &parents).await?;
     let prepared = volume.prepare(&saved, contract(sandbox_id), named).await?;
     let commit = volume.store().put_opts(&record(sandbox_id), prepared.name.to_string().into(), PutOptions::from(PutMode::Overwrite)).await;
     commit.map_err(|error| sandboxer_store::Error::Invalid(error.to_string()))?;

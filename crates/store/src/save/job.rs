@@ -63,12 +63,19 @@ pub(super) struct Job {
     pieces: Mutex<Vec<Piece>>,
     stopped: AtomicBool,
     memory: Arc<Semaphore>,
+    pack_bytes: usize,
     runtime: Handle,
 }
 
 impl Job {
     /// Within a runtime.
-    pub(super) fn new(tenant: Tenant, files: Vec<(File, PathBuf)>, known: HashMap<ChunkHash, Place>, index: ChunkIndex) -> Self {
+    pub(super) fn new(
+        tenant: Tenant,
+        files: Vec<(File, PathBuf)>,
+        known: HashMap<ChunkHash, Place>,
+        index: ChunkIndex,
+        pack_bytes: usize,
+    ) -> Self {
         Self {
             tenant,
             chunk_key: tenant.chunk_key(),
@@ -79,6 +86,7 @@ impl Job {
             pieces: Mutex::default(),
             stopped: AtomicBool::new(false),
             memory: Arc::new(Semaphore::new(PACKS_IN_MEMORY)),
+            pack_bytes,
             runtime: Handle::current(),
         }
     }
@@ -144,7 +152,7 @@ impl Job {
             return Ok(());
         }
         let mut open = lock(&self.open);
-        if open.as_ref().is_some_and(|pack| pack.bytes.len() + batch.encoded.len() > pack::TARGET_BYTES)
+        if open.as_ref().is_some_and(|pack| pack.bytes.len() + batch.encoded.len() > self.pack_bytes)
             && let Some(pack) = open.take()
         {
             full.blocking_send(pack.close()).map_err(|_| Error::Interrupted)?;
@@ -173,7 +181,7 @@ impl Job {
     fn new_pack(&self) -> Result<OpenPack> {
         let permit = self.runtime.block_on(Arc::clone(&self.memory).acquire_owned()).map_err(|_| Error::Interrupted)?;
         let id = PackId::random();
-        let mut bytes = Vec::with_capacity(pack::TARGET_BYTES);
+        let mut bytes = Vec::with_capacity(self.pack_bytes);
         bytes.extend_from_slice(&pack::head(id));
         Ok(OpenPack { id, bytes, permit })
     }

@@ -216,3 +216,23 @@ async fn everything_on_the_volume_is_private() {
     }
     walk(here.root.path());
 }
+
+#[test]
+fn the_work_can_be_given_to_a_task() {
+    fn takes<T: Send + 'static>(_: impl FnOnce(Here) -> T) {}
+    takes(|here| async move {
+        let saver = here.saver();
+        let sources = [here.source("a", b"a")];
+        let saved = saver.save(Tenant::open(), &sources, &[]).await?;
+        let prepared = here.volume.prepare(&saved, example(SandboxId::random()), None).await?;
+        here.loader().load(&prepared.manifest, here.local.path(), 1).await?;
+        let cache = crate::Cache::open(here.local.path(), 1, here.loader())?;
+        let manifest = Arc::new(prepared.manifest);
+        cache.adopt(&manifest, here.local.path()).await?;
+        cache.files(&manifest, 1).await?;
+        saver.put_image(crate::ImageDigest::from_bytes([0; 32]), here.local.path()).await?;
+        here.loader().fetch_image(crate::ImageDigest::from_bytes([0; 32]), here.local.path()).await?;
+        here.volume.intact_before(SandboxId::random(), prepared.name).await?;
+        crate::verify(&here.loader(), &[], crate::Depth::Everything).await
+    });
+}
