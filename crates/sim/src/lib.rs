@@ -26,4 +26,4 @@ mod writer;
 
 pub use scenario::{Outcome, run};
 pub use truth::Counts;
-pub use writer::Writer;
+pub use writer::{Cost, Writer};

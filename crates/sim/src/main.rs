@@ -11,7 +11,7 @@ use std::{
 };
 
 use clap::{Parser, Subcommand};
-use sandboxer_sim::{Counts, Writer, run};
+use sandboxer_sim::{Cost, Counts, Writer, run};
 use sandboxer_store::lease::Faults;
 
 /// Runs the lease and the handoff on seeded schedules of faults.
@@ -35,12 +35,18 @@ enum Instead {
     /// Swaps a record in a directory until it has won often enough, or dies.
     #[command(hide = true)]
     Writer(Writer),
+    /// Measures what a read and a swap of a record in a directory cost.
+    Cost(Cost),
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    if let Some(Instead::Writer(writer)) = arguments.instead {
-        return match writer.run() {
+    if let Some(instead) = arguments.instead {
+        let done = match instead {
+            Instead::Writer(writer) => writer.run(),
+            Instead::Cost(cost) => cost.run(),
+        };
+        return match done {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("{error}");

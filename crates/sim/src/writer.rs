@@ -1,19 +1,20 @@
 //! A process that swaps one record in a directory, again and again, and may die or stop at any step: for the tests of the directory.
 
 use std::{
+    collections::BTreeMap,
     fs::{File, OpenOptions},
     io::{self, Write as _},
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use clap::Args;
 use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
     failpoint::FailPoints,
-    record::{Codec, DirectoryRecords, InstanceId, Nonce, RecordStore as _, Stamp, Step, SwapError},
+    record::{Codec, DirectoryRecords, InstanceId, Nonce, Record, RecordStore as _, Stamp, Step, SwapError},
 };
 
 use crate::rng::Rng;
@@ -88,4 +89,38 @@ impl Writer {
 /// In one write, so that a line is there whole or not at all.
 fn note(journal: &mut File, line: &str) -> io::Result<()> {
     journal.write_all(line.as_bytes())
+}
+
+/// Measures what a read and a swap of one record cost.
+#[derive(Debug, Args)]
+pub struct Cost {
+    #[arg(long)]
+    volume: PathBuf,
+    #[arg(long, default_value_t = 1000)]
+    times: u32,
+}
+
+impl Cost {
+    /// # Errors
+    /// The directory can't be used.
+    pub fn run(self) -> io::Result<()> {
+        let records = DirectoryRecords::open(&self.volume, Codec::default(), FailPoints::default())?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let me: InstanceId = "cost".parse().map_err(io::Error::other)?;
+        let (id, stamp) = (SandboxId::random(), || Stamp { unix: 0, nonce: Nonce::random() });
+        let first = Record::first(me.clone(), stamp(), BTreeMap::new());
+        let mut there = runtime.block_on(records.create(id, &first)).map_err(io::Error::other)?;
+        let begun = Instant::now();
+        for _ in 0..self.times {
+            let next = there.record.awaited(&me, Nonce::random(), stamp());
+            there = runtime.block_on(records.swap(id, &there, &next)).map_err(io::Error::other)?;
+        }
+        println!("swap {:?}", begun.elapsed() / self.times);
+        let begun = Instant::now();
+        for _ in 0..self.times {
+            runtime.block_on(records.read(id)).map_err(io::Error::other)?;
+        }
+        println!("read {:?}", begun.elapsed() / self.times);
+        Ok(())
+    }
 }
