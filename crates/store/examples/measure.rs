@@ -1,6 +1,6 @@
-//! What saving and loading cost against their parts, on the same bytes in the same run: `cargo run --release -p sandboxer-store --example measure -- DIR [FILE…]`.
+//! What saving and loading cost against their parts, on the same bytes in the same run: `cargo run --release -p sandboxer-store --example measure -- DIR [FILE…] [then FILE…]`.
 //!
-//! Without files it makes 100 MiB, half of it compressible. The parts: one write and sync of the bytes, BLAKE3 plus zstd -1 on all cores, BLAKE3 plus
+//! Without files it makes 100 MiB, half of it compressible. Files behind `then` are saved as the next checkpoint of the same sandbox. The parts: one write and sync of the bytes, BLAKE3 plus zstd -1 on all cores, BLAKE3 plus
 //! decompression on all cores.
 
 use std::fs::{self, File};
@@ -31,6 +31,10 @@ fn contract(sandbox_id: SandboxId) -> Contract {
         state: serde_json::Value::Null,
         other: serde_json::Map::new(),
     }
+}
+
+fn named(files: &[PathBuf]) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
+    files.iter().enumerate().map(|(n, path)| Ok(Source { name: format!("file{n}").parse()?, path: path.clone() })).collect()
 }
 
 fn make(path: &Path) -> std::io::Result<()> {
@@ -80,25 +84,22 @@ fn median(mut times: Vec<Duration>) -> f64 {
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args_os().skip(1).map(PathBuf::from);
     let dir = arguments.next().ok_or("say where to work")?;
-    let mut files: Vec<PathBuf> = arguments.collect();
+    let mut files: Vec<PathBuf> = arguments.by_ref().take_while(|argument| argument != Path::new("then")).collect();
+    let later: Vec<PathBuf> = arguments.collect();
     let work = dir.join(format!("measure-{}", std::process::id()));
     fs::create_dir_all(&work)?;
     if files.is_empty() {
         files.push(work.join("pages.img"));
         make(&files[0])?;
     }
-    let sources = files
-        .iter()
-        .enumerate()
-        .map(|(n, path)| Ok(Source { name: format!("file{n}").parse()?, path: path.clone() }))
-        .collect::<Result<Vec<_>, Box<dyn std::error::Error>>>()?;
+    let (sources, next) = (named(&files)?, named(&later)?);
     let mut bytes = Vec::new();
     for file in &files {
         bytes.extend(fs::read(file)?);
     }
     let new = || zstd::bulk::Compressor::new(1).expect("zstd starts");
     let (mut sync, mut hash, mut save, mut load, mut unhash, mut cached) = (vec![], vec![], vec![], vec![], vec![], vec![]);
-    let mut last = None;
+    let (mut last, mut second) = (None, None);
     for round in 0..ROUNDS {
         let target = work.join("sync");
         sync.push(
@@ -139,6 +140,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         volume.put_latest(prepared.sandbox_id, prepared.name).await?;
         save.push(began.elapsed());
         last = Some(saved.stats);
+        if !next.is_empty() {
+            let again = Saver::new(volume.clone(), ChunkIndex::default()).save(Tenant::open(), &next, &[&prepared.manifest]).await?;
+            second = Some(again.stats);
+        }
 
         let loader = Loader::new(volume, ChunkIndex::default());
         let cache = Cache::open(&work.join(format!("cache{round}")), u64::MAX, loader)?;
@@ -155,6 +160,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     fs::remove_dir_all(&work)?;
     let (sync, hash, save, load, unhash, cached) = (median(sync), median(hash), median(save), median(load), median(unhash), median(cached));
     println!("{} MiB, {:?}", bytes.len() >> 20, last);
+    if let Some(second) = second {
+        println!("the next one: {second:?}");
+    }
     println!("sync {sync:.1} ms, BLAKE3 + zstd -1 {hash:.1} ms, save {save:.1} ms: {:.2} of their sum", save / (sync + hash));
     println!("BLAKE3 + unzstd {unhash:.1} ms, load into the cache {load:.1} ms, from the cache {cached:.3} ms");
     Ok(())

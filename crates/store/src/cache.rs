@@ -183,8 +183,8 @@ impl Inner {
             let _ = now.write(&seal);
             Origin::Checked
         } else {
-            drop(lock);
-            self.drop_set(&self.set_dir(manifest));
+            // Also from under whoever uses it: it is wrong for them too.
+            self.discard(&self.set_dir(manifest));
             return None;
         };
         Some(FileSet { dir, origin, _lock: lock })
@@ -230,7 +230,7 @@ impl Inner {
             fs::rename(&work.path, &set)
         };
         match name() {
-            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
+            Err(error) if matches!(error.kind(), io::ErrorKind::DirectoryNotEmpty | io::ErrorKind::AlreadyExists) => Ok(()),
             other => other.map_err(|source| Error::local("make", &set, source)),
         }
     }
@@ -283,7 +283,11 @@ impl Inner {
         if lock.try_lock().is_err() {
             return false;
         }
-        // Out of sight at once, and swept if we die here.
+        self.discard(set)
+    }
+
+    /// Out of sight at once, and swept if we die here.
+    fn discard(&self, set: &Path) -> bool {
         let trash = self.dir.join(format!("work-{}", uuid::Uuid::new_v4()));
         if fs::rename(set, &trash).is_err() {
             return false;

@@ -34,9 +34,9 @@ use crate::manifest::{Chunk, ChunkHash, Codec, FileEntry, Manifest, PackRef, fil
 use crate::pack;
 use crate::volume::Volume;
 
-/// One fills while one is written.
+/// Of all saves together: one fills while one is written. At least as many as saves at once, or those would wait for each other.
 const PACKS_IN_MEMORY: usize = 2;
-/// More would not be faster on the machine's cores, and each holds its packs in memory.
+/// More would not be faster on the machine's cores.
 const SAVES_AT_ONCE: usize = 2;
 
 /// A file to save, and what it is called in the checkpoint.
@@ -96,12 +96,20 @@ pub struct Saver {
     workers: usize,
     pack_bytes: usize,
     turns: Arc<Semaphore>,
+    memory: Arc<Semaphore>,
 }
 
 impl Saver {
     #[must_use]
     pub fn new(volume: Volume, index: ChunkIndex) -> Self {
-        Self { volume, index, workers: crate::workers(), pack_bytes: pack::TARGET_BYTES, turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)) }
+        Self {
+            volume,
+            index,
+            workers: crate::workers(),
+            pack_bytes: pack::TARGET_BYTES,
+            turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)),
+            memory: Arc::new(Semaphore::new(PACKS_IN_MEMORY)),
+        }
     }
 
     /// Packs of at most about this size, [`pack::TARGET_BYTES`] at most.
@@ -179,7 +187,7 @@ impl Saver {
             File::open(&source.path).map_err(|error| Error::local("open", &source.path, error)).map(|file| (file, source.path.clone()))
         };
         let files = sources.iter().map(open).collect::<Result<Vec<_>>>()?;
-        let job = Arc::new(Job::new(tenant, files, known, self.index.clone(), self.pack_bytes));
+        let job = Arc::new(Job::new(tenant, files, known, self.index.clone(), Arc::clone(&self.memory), self.pack_bytes));
         let stop = StopOnDrop(&job);
         let (full, packs) = mpsc::channel(PACKS_IN_MEMORY);
         let workers: Vec<_> = (0..self.workers)

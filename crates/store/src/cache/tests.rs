@@ -73,6 +73,17 @@ async fn a_touched_file_is_hashed_and_a_changed_one_loaded_anew() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_set_goes_even_while_another_server_holds_it() {
+    let cached = Cached::new();
+    let (cache, other) = (cached.cache(u64::MAX), cached.cache(u64::MAX));
+    let (manifest, data) = cached.manifest(7).await;
+    let held = other.files(&manifest, u64::MAX).await.unwrap();
+    fs::write(held.dir().join("pages.img"), vec![1; data.len()]).unwrap();
+    let set = cache.files(&manifest, u64::MAX).await.unwrap();
+    assert_eq!((set.origin, bytes(&set) == data), (Origin::Loaded, true));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_seal_of_another_boot_or_a_torn_one_is_not_trusted() {
     let cached = Cached::new();
     let cache = cached.cache(u64::MAX);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::manifest::{Chunk, Codec, Manifest};
 
-const MAX_SPAN: u64 = 2 << 20;
+const MAX_SPAN: u64 = 1 << 20;
 /// Reading over so much that is not wanted is cheaper than asking twice.
 const MAX_GAP: u64 = 64 << 10;
 

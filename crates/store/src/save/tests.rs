@@ -136,6 +136,17 @@ async fn a_pack_that_has_gone_is_written_again() {
     assert!(loaded(&here, &prepared.manifest).await == [data]);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn many_saves_at_once_share_their_memory_and_all_end() {
+    let here = Here::new();
+    let saver = here.saver().with_pack_bytes(1 << 20);
+    let sources: Vec<_> = (0..5).map(|n| here.source(&format!("file{n}"), &memory(6 << 20, 20 + n))).collect();
+    let saves = sources.iter().map(|source| saver.save(Tenant::open(), std::slice::from_ref(source), &[]));
+    let saved = futures_util::future::try_join_all(saves).await.unwrap();
+    assert!(saved.iter().all(|saved| saved.stats.raw_bytes == 6 << 20 && saved.stats.packs_written > 2));
+    assert_eq!(saver.memory.available_permits(), PACKS_IN_MEMORY);
+}
+
 #[tokio::test]
 async fn a_file_that_is_not_there_fails_the_save_and_leaves_nothing() {
     let here = Here::new();
