@@ -4,7 +4,7 @@ CARGO ?= cargo
 # Where rustup puts cargo, for a shell that has not been started anew since.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: run build test soak bench fmt lint setup setup-dev test-image
+.PHONY: run build test soak sim bench fmt lint setup setup-dev test-image
 
 run: build
 	$(CARGO) run --release --bin sandboxer -- serve --listen 127.0.0.1:8080
@@ -21,6 +21,11 @@ test: test-image
 # The same promises with large counts and random seeds.
 soak: test-image
 	scripts/soak
+
+# The lease and the handoff on SEEDS seeded schedules of faults; a failing seed says how to replay it.
+SEEDS ?= 1000
+sim: setup
+	$(CARGO) run --release --quiet -p sandboxer-sim -- --seeds $(SEEDS)
 
 # BENCH_ARGS: --rounds N, --check (exit code 1 if a bar is missed), --json FILE; see docs/benchmarks.
 bench: export SANDBOXER_IMAGE_DIR ?= $(CURDIR)/target/images

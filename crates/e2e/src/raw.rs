@@ -54,27 +54,34 @@ pub struct Raw {
 impl Raw {
     /// Connects and is upgraded. `receive_buffer` bounds what the kernel takes for a client that does not read.
     pub async fn connect(address: SocketAddr, path: &str, receive_buffer: Option<u32>) -> Self {
+        Self::try_connect(address, path, receive_buffer, DEADLINE).await.expect("the connection fails during the handshake")
+    }
+
+    /// The same over a network that fails: none if it is cut, or nothing comes for this long, before the handshake is over.
+    pub async fn try_connect(address: SocketAddr, path: &str, receive_buffer: Option<u32>, patience: Duration) -> Option<Self> {
         let socket = TcpSocket::new_v4().unwrap();
         if let Some(bytes) = receive_buffer {
             socket.set_recv_buffer_size(bytes).unwrap();
         }
-        let mut stream = socket.connect(address).await.unwrap();
-        stream.set_nodelay(true).unwrap();
+        let mut stream = socket.connect(address).await.ok()?;
+        stream.set_nodelay(true).ok()?;
         let mut head = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n");
         for (name, value) in UPGRADE {
             head += &format!("{name}: {value}\r\n");
         }
-        stream.write_all((head + "\r\n").as_bytes()).await.unwrap();
+        stream.write_all((head + "\r\n").as_bytes()).await.ok()?;
         let mut raw = Self { stream, buffer: Vec::new(), transcript: Vec::new(), answers: 0 };
         let end = loop {
             if let Some(end) = raw.buffer.windows(4).position(|window| window == b"\r\n\r\n") {
                 break end + 4;
             }
-            assert!(raw.fill().await, "closed during the handshake");
+            if !timeout(patience, raw.fill()).await.ok()? {
+                return None;
+            }
         };
         let answer: Vec<u8> = raw.buffer.drain(..end).collect();
         assert!(answer.starts_with(b"HTTP/1.1 101"), "{}", String::from_utf8_lossy(&answer));
-        raw
+        Some(raw)
     }
 
     /// A sandbox of this client's own, with the defaults; returns its id. The ping behind the 101 is answered, and no other.

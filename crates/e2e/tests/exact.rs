@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use sandboxer_e2e::{Assembly, CutProxy, Fault, Incoming, Options, Server, Ws, count, host, seed, shared};
+use sandboxer_e2e::{Assembly, CutProxy, DEADLINE, Fault, Incoming, Opcode, Options, Raw, Server, Ws, count, host, seed, shared};
 use serde_json::{Value, json};
 
 /// Numbered lines on both streams until the end of input, and every line of input as a line of output.
@@ -281,6 +281,75 @@ async fn a_thousand_reconnects_are_answered_in_bounded_memory() {
     assert!(host::rss(server.pid()).saturating_sub(before) < 32 << 20);
     ws.repeats_allowed = false;
     ws.expect_alive().await;
+}
+
+/// What an agent holds of a stream.
+const WINDOW: u64 = 8 << 20;
+
+/// Reads output, answering no ping, until nothing comes for a second; returns where it ends.
+async fn read_without_answering(raw: &mut Raw, mut end: u64) -> u64 {
+    while let Some(frame) = raw.frame_within(Duration::from_secs(1)).await {
+        if frame.opcode == Opcode::Text && frame.json()["event"] == "stdout" {
+            let message = frame.json();
+            assert_eq!(message["offset"], end, "{}", message["end"]);
+            end = message["end"].as_u64().unwrap();
+        }
+    }
+    end
+}
+
+#[tokio::test]
+async fn a_client_that_never_acknowledges_stops_its_program_at_the_window() {
+    let server = Options::default().start();
+    let (mut raw, _) = Raw::create(server.address(), None).await;
+    let before = host::rss(server.pid());
+    let code = "import sys\nwhile True: sys.stdout.write('x' * 65535 + '\\n')";
+    raw.send_text(&json!({"language": "python", "code": code, "execution_id": "e"}).to_string()).await;
+    let mut end = read_without_answering(&mut raw, 0).await;
+    assert_eq!(end, WINDOW);
+    for _ in 0..3 {
+        raw.send_text(&json!({"action": "ack", "execution_id": "e", "stdout_offset": end, "stderr_offset": 0}).to_string()).await;
+        end = read_without_answering(&mut raw, end).await;
+    }
+    assert_eq!(end, 4 * WINDOW, "an acknowledged window makes room for another");
+    let grown = host::rss(server.pid()).saturating_sub(before);
+    assert!(grown < 32 << 20, "the server grew by {grown} bytes");
+}
+
+/// Every one of them asks for all that is held.
+#[tokio::test]
+async fn a_burst_of_reconnects_to_a_full_window_is_answered_with_bounded_work() {
+    const TIMES: usize = 1000;
+    let server = Options::default().start();
+    let (mut raw, _) = Raw::create(server.address(), None).await;
+    let code = "import sys\nsys.stdout.write('x' * (8 << 20))\nsys.stdout.flush()\nsys.stdin.read()";
+    raw.send_text(&json!({"language": "python", "code": code, "execution_id": "e"}).to_string()).await;
+    assert_eq!(read_without_answering(&mut raw, 0).await, WINDOW);
+    let (before, start) = (host::rss(server.pid()), Instant::now());
+    let reconnect = json!({"action": "reconnect", "execution_id": "e", "stdout_offset": 0, "stderr_offset": 0}).to_string();
+    for _ in 0..TIMES {
+        raw.send_text(&reconnect).await;
+    }
+    let (mut resumed, mut bytes, mut end, mut most) = (0, 0, 0, 0);
+    while resumed < TIMES || end < WINDOW {
+        let frame = raw.frame().await.unwrap();
+        if frame.opcode != Opcode::Text {
+            continue;
+        }
+        let message = frame.json();
+        if message["event"] == "resumed" {
+            (resumed, end) = (resumed + 1, 0);
+            most = most.max(host::rss(server.pid()));
+            continue;
+        }
+        assert_eq!((&message["event"], message["offset"].as_u64()), (&json!("stdout"), Some(end)));
+        end = message["end"].as_u64().unwrap();
+        bytes += message["data"].as_str().unwrap().len();
+    }
+    let (took, grown) = (start.elapsed(), most.saturating_sub(before));
+    println!("{TIMES} reconnects: {took:?}, {bytes} bytes of output, {grown} bytes of memory");
+    assert!(took < DEADLINE, "{took:?}");
+    assert!(grown < 32 << 20, "the server grew by {grown} bytes");
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use sandboxer_e2e::{Assembly, CutProxy, DelayProxy, Fault};
+use sandboxer_e2e::{Assembly, CutProxy, DelayProxy, Fault, Options, User};
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -97,4 +97,13 @@ fn an_assembly_notices_a_difference() {
     let mut assembly = Assembly::default();
     assembly.take(&json!({"data": "ab", "offset": 0, "end": 2}));
     assembly.take(&json!({"data": "b", "offset": 0, "end": 1}));
+}
+
+#[test]
+fn the_server_of_an_ordinary_user_has_nothing_of_roots() {
+    let server = Options::default().user(User::Ordinary).start();
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).unwrap();
+    let ids: Vec<&str> = status.lines().filter(|line| line.starts_with("Uid:") || line.starts_with("Gid:")).collect();
+    assert!(ids.len() == 2 && ids.iter().all(|line| line.split_whitespace().skip(1).all(|id| id != "0")), "{ids:?}");
+    assert!(server.log().contains("OwnNamespace"), "{}", server.log());
 }

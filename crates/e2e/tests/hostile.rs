@@ -112,6 +112,38 @@ async fn a_fork_bomb_hurts_nobody_else(user: User) {
     attack(user, json!({"limits": {"pids": 64}}), "bash", "f() { f | f & }; f 2>/dev/null; wait").await;
 }
 
+/// While it is still at it, too: the neighbour has its share of the machine, and the bomb's time is over when it is over.
+async fn a_fork_bomb_ends_with_its_timeout_and_the_neighbour_answers_meanwhile(user: User) {
+    const TIMEOUT: Duration = Duration::from_secs(4);
+    let server = shared_as(user);
+    let mut neighbour = Ws::create(server).await;
+    let mut ws = Ws::create_with(server, json!({"limits": {"pids": 64}})).await;
+    let bomb = json!({"language": "bash", "code": "f() { f | f; }; f 2>/dev/null", "timeout": TIMEOUT.as_secs()});
+    ws.start(bomb).await;
+    let begun = Instant::now();
+    let ended = async {
+        let ended = until_ended(&mut ws).await;
+        (ended, begun.elapsed())
+    };
+    let answers = async {
+        let mut slowest = Duration::ZERO;
+        while begun.elapsed() < TIMEOUT {
+            let asked = Instant::now();
+            assert_eq!(neighbour.bash("echo neighbour").await.ok(), "neighbour\n");
+            slowest = slowest.max(asked.elapsed());
+        }
+        slowest
+    };
+    let ((ended, took), slowest) = tokio::join!(ended, answers);
+    println!("{user:?}: ended after {took:?}, the neighbour's slowest answer took {slowest:?}: {ended:?}");
+    assert!(took < TIMEOUT + Duration::from_secs(3), "ended after {took:?}: {ended:?}");
+    assert!(slowest < Duration::from_secs(3), "the neighbour waited for {slowest:?}");
+    let Ended::Done(done, _) = ended else { panic!("the sandbox died of it") };
+    assert_eq!((&done["timed_out"], &done["signal"]), (&json!(true), &json!("SIGKILL")), "{done}");
+    // All of it is gone.
+    assert_eq!(ws.bash("ps -eo comm= | grep -c bash").await.out(), "1\n");
+}
+
 async fn a_program_that_takes_all_memory_is_killed_with_a_reason_and_its_sandbox_goes_on(user: User) {
     let code = "b = []\nwhile True: b.append(bytearray(16 << 20))";
     let (mut ws, ended) = attack(user, json!({"limits": {"memory_mb": 256}}), "python", code).await;
@@ -268,6 +300,7 @@ async fn a_sandbox_whose_namespace_was_ended_by_its_guest_says_so_and_takes_the_
 as_both_users!(
     a_fork_meets_its_limit_with_an_error_that_the_program_sees,
     a_fork_bomb_hurts_nobody_else,
+    a_fork_bomb_ends_with_its_timeout_and_the_neighbour_answers_meanwhile,
     a_program_that_takes_all_memory_is_killed_with_a_reason_and_its_sandbox_goes_on,
     many_programs_that_take_all_memory_together_do_not_take_the_neighbours,
     a_full_disk_is_an_error_of_the_program_and_can_be_emptied,

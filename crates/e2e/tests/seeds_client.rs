@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use sandboxer_e2e::{Assembly, Incoming, Opcode, Options, Raw, Ws, count, shared};
+use std::time::Duration;
+
+use sandboxer_e2e::{Assembly, CutProxy, DEADLINE, Fault, Opcode, Options, Raw, Ws, count, seed, shared};
 use serde_json::{Value, json};
 
 /// What a seeds' client may be sent again: what came after the ping before the last one it got, since one ping is in flight at a time
@@ -13,15 +15,26 @@ struct Heard {
     surely: [usize; 2],
 }
 
+#[derive(Default)]
 struct Client {
     streams: [Assembly; 2],
     heard: Heard,
     pings: usize,
 }
 
+/// Why the client stopped reading.
+#[derive(Debug, PartialEq)]
+enum Left {
+    Enough,
+    Done(Value),
+    /// The connection ended, or nothing came for too long.
+    Gone,
+}
+
 impl Client {
-    /// Reads until `messages` have come, or to the end. The ping behind the 101 of an attach carries no offsets.
-    async fn read(&mut self, raw: &mut Raw, attached: bool, messages: usize) -> Option<Value> {
+    /// Reads until `messages` have come, or to the end, or until nothing comes for `patience`. The ping behind the 101 of an attach
+    /// carries no offsets.
+    async fn read(&mut self, raw: &mut Raw, attached: bool, messages: usize, patience: Duration) -> Left {
         let mut first = [true; 2];
         let mut greeted = !attached;
         // Nothing proves that the last pong of the connection before was heard.
@@ -30,8 +43,9 @@ impl Client {
         let mut came = self.heard.surely;
         let mut seen = 0;
         while seen < messages {
-            let frame = raw.frame().await.expect("the server does not end the connection");
+            let Some(frame) = raw.frame_within(patience).await else { return Left::Gone };
             match frame.opcode {
+                Opcode::Close => return Left::Gone,
                 Opcode::Ping => {
                     assert!(frame.payload.len() <= 125);
                     raw.send(true, Opcode::Pong, &frame.payload).await;
@@ -48,7 +62,7 @@ impl Client {
                     let stream = match message["event"].as_str().unwrap() {
                         "stdout" => 0,
                         "stderr" => 1,
-                        _ if message["status"] == "SANDBOX_EXECUTION_DONE" => return Some(message),
+                        _ if message["status"] == "SANDBOX_EXECUTION_DONE" => return Left::Done(message),
                         _ => continue,
                     };
                     if std::mem::take(&mut first[stream]) {
@@ -60,7 +74,18 @@ impl Client {
                 }
             }
         }
-        None
+        Left::Enough
+    }
+
+    fn expect_exact(&self, left: &Left) {
+        let Left::Done(done) = left else { panic!("it did not end: {left:?}") };
+        assert_eq!(done["exit_code"], 0, "{done}");
+        let lines = self.streams[0].bytes.iter().filter(|byte| **byte == b'\n').count();
+        for (stream, name) in ["out", "err"].into_iter().enumerate() {
+            let expected: String = (0..lines).map(|i| format!("{name} {i}\n")).collect();
+            assert!(self.streams[stream].bytes == expected.as_bytes(), "{name} is not exact");
+        }
+        assert!(self.pings > 40, "hardly any ping");
     }
 }
 
@@ -78,22 +103,83 @@ while not select.select([sys.stdin], [], [], 0.002)[0]:
 async fn a_client_of_the_seeds_loses_nothing_and_sees_again_only_what_followed_its_last_pong() {
     let (mut raw, id) = Raw::create(shared().address(), None).await;
     raw.send_text(&json!({"language": "python", "code": PROGRAM}).to_string()).await;
-    let mut client = Client { streams: Default::default(), heard: Heard::default(), pings: 0 };
+    let mut client = Client::default();
     for number in 0..count(40, 500) {
-        assert_eq!(client.read(&mut raw, number > 0, 4 + number % 17).await, None);
+        assert_eq!(client.read(&mut raw, number > 0, 4 + number % 17, DEADLINE).await, Left::Enough);
         // Cut, with whatever is still on its way.
         drop(raw);
         raw = Raw::connect(shared().address(), &format!("/attach/{id}"), None).await;
     }
     raw.send_text(r#"{"event":"stdin","data":"\n"}"#).await;
-    let done = client.read(&mut raw, true, usize::MAX).await.unwrap();
-    assert_eq!(done["exit_code"], 0, "{done}");
-    let lines = client.streams[0].bytes.iter().filter(|byte| **byte == b'\n').count();
-    for (stream, name) in ["out", "err"].into_iter().enumerate() {
-        let expected: String = (0..lines).map(|i| format!("{name} {i}\n")).collect();
-        assert!(client.streams[stream].bytes == expected.as_bytes(), "{name} is not exact");
+    let left = client.read(&mut raw, true, usize::MAX, DEADLINE).await;
+    client.expect_exact(&left);
+}
+
+/// Cut at any byte, half-open and silent: it only reads, answers pings, and attaches again when nothing comes any more.
+#[tokio::test]
+async fn a_client_of_the_seeds_is_exact_by_offset_alone_over_a_failing_network() {
+    const SILENCE: Duration = Duration::from_millis(900);
+    let (mut raw, id) = Raw::create(shared().address(), None).await;
+    raw.send_text(&json!({"language": "python", "code": PROGRAM}).to_string()).await;
+    assert_eq!(raw.message().await["status"], "SANDBOX_EXECUTION_RUNNING");
+    drop(raw);
+    let mut faults = [Fault::Cut; 12];
+    faults[..2].copy_from_slice(&[Fault::HalfOpen, Fault::Silent(Duration::from_secs(5))]);
+    // Some connections carry more than the largest message, so that something passes however much has gathered.
+    let proxy = CutProxy::start(shared().address(), seed(), 300..150_000, &faults).await;
+    let path = format!("/attach/{id}");
+    let (faults, mut client) = (count(40, 500), Client::default());
+    while proxy.happened() < faults {
+        if let Some(mut raw) = Raw::try_connect(proxy.address(), &path, None, SILENCE).await {
+            assert_eq!(client.read(&mut raw, true, usize::MAX, SILENCE).await, Left::Gone);
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert!(client.pings > 40, "hardly any ping");
+    println!("{} faults, {} and {} bytes sent again", proxy.happened(), client.streams[0].repeated, client.streams[1].repeated);
+    proxy.heal();
+    let mut left = Left::Gone;
+    // In use, until the dead connection before this one is found out.
+    while left == Left::Gone {
+        let mut raw = Raw::connect(proxy.address(), &path, None).await;
+        raw.send_text(r#"{"event":"stdin","data":"\n"}"#).await;
+        left = client.read(&mut raw, true, usize::MAX, DEADLINE).await;
+    }
+    client.expect_exact(&left);
+}
+
+/// It has answered the last ping and then closes, which the server may see both at once: the answer counts.
+#[tokio::test]
+async fn a_pong_right_before_the_client_closes_is_heard() {
+    let (mut raw, id) = Raw::create(shared().address(), None).await;
+    raw.answers = usize::MAX;
+    let code = "while read -r line; do echo $line; done";
+    raw.send_text(&json!({"language": "bash", "code": code}).to_string()).await;
+    assert_eq!(raw.message().await["status"], "SANDBOX_EXECUTION_RUNNING");
+    let mut end = 0;
+    for round in 0..count(20, 200) {
+        let line = format!("line {round}\n");
+        raw.send_text(&json!({"event": "stdin", "data": line}).to_string()).await;
+        let mut came = false;
+        while !came {
+            let frame = raw.frame().await.unwrap();
+            match frame.opcode {
+                Opcode::Ping => raw.send(true, Opcode::Pong, &frame.payload).await,
+                _ if frame.json()["event"] == "stdout" => {
+                    let message = frame.json();
+                    assert_eq!((&message["offset"], &message["data"]), (&json!(end), &json!(line)), "round {round}");
+                    end = message["end"].as_u64().unwrap();
+                    came = true;
+                }
+                _ => {}
+            }
+        }
+        let ping = raw.frame().await.unwrap();
+        assert_eq!(ping.opcode, Opcode::Ping);
+        raw.send(true, Opcode::Pong, &ping.payload).await;
+        raw.send(true, Opcode::Close, &1000_u16.to_be_bytes()).await;
+        while raw.frame().await.is_some() {}
+        raw = Raw::connect(shared().address(), &format!("/attach/{id}"), None).await;
+    }
 }
 
 #[tokio::test]
@@ -131,12 +217,8 @@ async fn the_close_handshake_of_a_client_that_reads_to_its_end_acknowledges_all(
     assert!(server.exited().await.success());
     server.restart();
     let mut ws = Ws::attach(&server, &id).await;
-    // Beyond the grace for `reconnect`, no output comes again. A server that was started since can't know that the end was heard, too.
-    match ws.incoming_within(std::time::Duration::from_millis(900)).await {
-        None => {}
-        Some(Incoming::Message(message)) => assert_eq!(message["status"], "SANDBOX_EXECUTION_DONE", "{message}"),
-        Some(other) => panic!("{other:?}"),
-    }
+    // Beyond the grace for `reconnect`, neither output nor the end comes again: the agent has kept that both were read.
+    assert_eq!(ws.incoming_within(Duration::from_millis(900)).await, None);
     ws.expect_alive().await;
 }
 

@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// A program that prints numbered lines on both streams, waits for its input to end, and exits with a code.
+    /// A program that prints numbered lines on both streams, then its input to its end, and exits with a code.
     Execute {
         lines: u16,
         code: u8,
@@ -36,6 +36,11 @@ enum Step {
     /// A program that can't be started.
     Fail,
     Read(u8),
+    /// Some more input, and so much of what was sent before once again.
+    Input {
+        more: u8,
+        again: u8,
+    },
     /// Lose the connection, and attach again in one of the ways that there are.
     Cut(Back),
     /// Restart the server, and attach again.
@@ -63,6 +68,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Intrude),
         1 => Just(Step::Fail),
         4 => (0u8..30).prop_map(Step::Read),
+        4 => (any::<u8>(), any::<u8>()).prop_map(|(more, again)| Step::Input { more, again }),
         4 => back().prop_map(Step::Cut),
         1 => back().prop_map(Step::Restart),
         2 => (1u8..5).prop_map(Step::Reconnect),
@@ -129,6 +135,9 @@ struct Expected {
     killed: bool,
     out: String,
     err: String,
+    input: String,
+    /// The agent has so much of it.
+    taken: usize,
 }
 
 impl Expected {
@@ -143,8 +152,13 @@ impl Expected {
     }
 
     fn text(&self, stream: &str) -> String {
-        let word = if stream == "stdout" { "out" } else { "err" };
-        (1..=self.lines).map(|i| format!("{word} {} {i}\n", self.number)).collect()
+        let (word, input) = if stream == "stdout" { ("out", self.input.as_str()) } else { ("err", "") };
+        (1..=self.lines).map(|i| format!("{word} {} {i}\n", self.number)).chain([input.to_owned()]).collect()
+    }
+
+    /// All input from some offset on: what of it was lost with a connection is then there, and the rest is not taken twice.
+    fn input_from(&self, offset: usize) -> Value {
+        json!({"event": "stdin", "data": &self.input[offset..], "offset": offset})
     }
 
     fn offsets(&self, action: &str, beyond: usize) -> Value {
@@ -203,6 +217,12 @@ impl World {
             Step::Nonsense => {
                 self.send(json!({"action": "nonsense"})).await;
                 self.await_error("unknown_action").await;
+            }
+            Step::Input { more, again } if self.expected.running => {
+                // What follows what may be lost begins where it was surely taken.
+                let from = self.expected.taken.min(self.expected.input.len().saturating_sub(again.into()));
+                self.expected.input.extend((0..more).map(|n| char::from(b'a' + (n % 26))));
+                self.send(self.expected.input_from(from)).await;
             }
             Step::Read(count) => {
                 for _ in 0..count {
@@ -273,7 +293,8 @@ impl World {
 
     async fn finish(&mut self) {
         if self.expected.running {
-            self.send(json!({"event": "stdin_eof"})).await;
+            self.send(self.expected.input_from(0)).await;
+            self.send(json!({"event": "stdin_eof", "offset": self.expected.input.len()})).await;
             self.until_done().await;
         }
     }
@@ -319,6 +340,12 @@ impl World {
             if end > heard.len() {
                 heard.push_str(&whole[heard.len()..end]);
             }
+        }
+        if ours && event == "stdin_ack" {
+            let offset = message["offset"].as_u64().unwrap() as usize;
+            let Expected { input, taken, .. } = &mut self.expected;
+            assert!(*taken <= offset && offset <= input.len(), "{message} after {taken}, {} sent", input.len());
+            *taken = offset;
         }
         if ours && message["status"] == "SANDBOX_EXECUTION_DONE" {
             let Expected { killed, code, out, err, .. } = &self.expected;

@@ -98,8 +98,8 @@ mod armed {
 
     use super::{FailPoints, Kind, Stage};
 
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub enum Action {
+    #[derive(Debug, Clone, Copy)]
+    enum Action {
         Kill,
         Error,
         Full,

@@ -104,8 +104,7 @@ impl Leases {
         Self { records, clock, me, terms, spawn, faults: Faults::default() }
     }
 
-    /// With faults that a test has planted.
-    #[cfg(feature = "planted-faults")]
+    /// With faults that a test has planted; none without the feature `planted-faults`.
     #[must_use]
     pub fn with_faults(mut self, faults: Faults) -> Self {
         self.faults = faults;

@@ -7,10 +7,12 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 // The data: chunks, packs, manifests, images.
+mod cache;
 pub mod chunker;
 pub mod contract;
 mod error;
 pub mod failpoint;
+mod image;
 mod index;
 pub mod key;
 pub mod layout;
@@ -21,12 +23,16 @@ mod metadata;
 pub mod pack;
 mod publish;
 mod save;
+#[cfg(feature = "testing")]
+pub mod testing;
+mod verify;
 mod volume;
 
 // The record of a sandbox and its lease.
 pub mod lease;
 pub mod record;
 
+pub use cache::{Cache, FileSet, Origin};
 pub use contract::{Contract, Host, Mismatch};
 pub use error::{Action, Error, Fault, Result};
 pub use index::ChunkIndex;
@@ -38,6 +44,7 @@ pub use manifest::Manifest;
 pub use metadata::{Metadata, SandboxStatus};
 pub use publish::Prepared;
 pub use save::{SaveStats, Saved, Saver, Source};
+pub use verify::{Depth, Report, verify};
 pub use volume::Volume;
 
 /// Threads that hash and compress for one save or load.

@@ -6,20 +6,20 @@ mod tests;
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::{Stream, StreamExt, TryStreamExt, stream};
 use object_store::ObjectStoreExt;
 use tokio::sync::Semaphore;
 
-use self::plan::{Span, spans};
+use self::plan::{Span, spans, wanted_spans};
 use crate::error::{Error, Fault, Result};
 use crate::index::ChunkIndex;
 use crate::layout;
-use crate::manifest::{Chunk, Manifest};
+use crate::manifest::{Chunk, FileEntry, Manifest};
 use crate::pack::{self, Decoder};
 use crate::volume::Volume;
 
@@ -60,43 +60,64 @@ impl Loader {
     /// # Errors
     /// [`Error::Damaged`] with the pack and the check that failed. What is in the directory then is of no use.
     pub async fn load(&self, manifest: &Manifest, into: &Path, limit: u64) -> Result<LoadStats> {
+        let paths = manifest.files().iter().map(|file| into.join(file.name.as_str())).collect();
+        self.load_as(manifest, paths, limit).await
+    }
+
+    /// The same with a path for each file in order.
+    pub(crate) async fn load_as(&self, manifest: &Manifest, paths: Vec<PathBuf>, limit: u64) -> Result<LoadStats> {
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
         let found = manifest.raw_bytes();
         if found > limit {
             return Err(Error::damaged(&manifest.path(), Fault::TooLarge { found, limit }));
         }
-        let files = create(manifest, into)?;
-        let read_bytes = self.each_span(manifest, Sink::Files(files)).await?;
+        let files = create(manifest, paths)?;
+        let read_bytes = self
+            .each_span(manifest, Sink::Files(files), spans(manifest))
+            .try_fold(0, |sum, length| std::future::ready(Ok(sum + length)))
+            .await?;
         self.index.learn_manifest(manifest);
         Ok(LoadStats { raw_bytes: found, read_bytes, took: began.elapsed() })
     }
 
-    /// Reads and checks all that the manifest refers to, and keeps nothing.
-    ///
-    /// # Errors
-    /// As [`Loader::load`].
-    pub async fn check(&self, manifest: &Manifest) -> Result<LoadStats> {
-        let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
-        let began = Instant::now();
-        let read_bytes = self.each_span(manifest, Sink::Nowhere).await?;
-        Ok(LoadStats { raw_bytes: manifest.raw_bytes(), read_bytes, took: began.elapsed() })
+    /// Reads and checks the data that the manifest refers to and keeps nothing. Chunks that `wanted` declines are passed over. Tells every fault.
+    pub(crate) async fn faults(&self, manifest: &Manifest, wanted: impl FnMut(&Chunk) -> bool + Send) -> (u64, Vec<Error>) {
+        let results = self.each_span(manifest, Sink::Nowhere, wanted_spans(manifest, wanted));
+        let (mut read, mut faults) = (0, Vec::new());
+        let mut results = std::pin::pin!(results);
+        while let Some(result) = results.next().await {
+            match result {
+                Ok(length) => read += length,
+                Err(error) => faults.push(error),
+            }
+        }
+        (read, faults)
     }
 
-    async fn each_span(&self, manifest: &Manifest, sink: Sink) -> Result<u64> {
+    /// Each part's bytes read, in no order.
+    fn each_span<'a>(
+        &'a self,
+        manifest: &'a Manifest,
+        sink: Sink,
+        spans: impl Iterator<Item = Span> + Send + 'a,
+    ) -> impl Stream<Item = Result<u64>> + Send + 'a {
         let work = Arc::new(Work { chunk_key: manifest.tenant().chunk_key(), sink, idle: Mutex::default() });
-        let fetches = stream::iter(spans(manifest)).map(async |span| Ok::<_, Error>((self.fetch(manifest, &span).await?, span)));
-        let decodes = fetches.buffered(READ_AHEAD).map_ok(async |(bytes, span)| {
+        let fetches = stream::iter(spans).map(move |span| async move { (self.fetch(manifest, &span).await, span) }).buffered(READ_AHEAD);
+        let decodes = fetches.map(move |(fetched, span)| {
             let work = Arc::clone(&work);
-            let length = bytes.len() as u64;
-            let done = tokio::task::spawn_blocking(move || work.decode(&span, &bytes)).await.map_err(|_| Error::Interrupted)?;
-            match done {
-                Ok(()) => Ok(length),
-                Err(Trouble::Chunk { pack, chunk }) => Err(self.diagnose(manifest, pack, Some(chunk)).await),
-                Err(Trouble::Write(error)) => Err(error),
+            async move {
+                let bytes = fetched?;
+                let length = bytes.len() as u64;
+                let done = tokio::task::spawn_blocking(move || work.decode(&span, &bytes)).await.map_err(|_| Error::Interrupted)?;
+                match done {
+                    Ok(()) => Ok(length),
+                    Err(Trouble::Chunk { pack, chunk }) => Err(self.diagnose(manifest, pack, Some(chunk)).await),
+                    Err(Trouble::Write(error)) => Err(error),
+                }
             }
         });
-        decodes.try_buffer_unordered(self.workers).try_fold(0, async |sum, length| Ok(sum + length)).await
+        decodes.buffer_unordered(self.workers)
     }
 
     async fn fetch(&self, manifest: &Manifest, span: &Span) -> Result<Bytes> {
@@ -140,22 +161,20 @@ impl Loader {
     }
 }
 
-fn create(manifest: &Manifest, into: &Path) -> Result<Vec<(File, String)>> {
-    let create = |file: &crate::manifest::FileEntry| {
-        let path = into.join(file.name.as_str());
+fn create(manifest: &Manifest, paths: Vec<PathBuf>) -> Result<Vec<(File, PathBuf)>> {
+    let create = |(file, path): (&FileEntry, PathBuf)| {
         let open = || {
             let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
             created.set_len(file.bytes)?;
             Ok(created)
         };
-        let created = open().map_err(|source| Error::local("create", &path, source))?;
-        Ok((created, path.display().to_string()))
+        open().map_err(|source| Error::local("create", &path, source)).map(|created| (created, path))
     };
-    manifest.files().iter().map(create).collect()
+    manifest.files().iter().zip(paths).map(create).collect()
 }
 
 enum Sink {
-    Files(Vec<(File, String)>),
+    Files(Vec<(File, PathBuf)>),
     Nowhere,
 }
 
@@ -185,8 +204,7 @@ impl Work {
             if let Sink::Files(files) = &self.sink
                 && let Some((file, path)) = files.get(span.file)
             {
-                file.write_all_at(raw, *offset)
-                    .map_err(|source| Trouble::Write(Error::Local { verb: "write", path: path.clone(), source }))?;
+                file.write_all_at(raw, *offset).map_err(|source| Trouble::Write(Error::local("write", path, source)))?;
             }
         }
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(decoder);

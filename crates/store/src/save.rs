@@ -13,7 +13,7 @@
 
 mod job;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -21,8 +21,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::{StreamExt, TryStreamExt, stream};
-use object_store::PutMode;
+use futures_util::{StreamExt, stream};
+use object_store::{ObjectStoreExt, PutMode};
 use tokio::sync::{Semaphore, mpsc};
 
 use self::job::{FullPack, Job, Piece};
@@ -31,13 +31,13 @@ use crate::error::{Error, Fault, Result};
 use crate::index::{ChunkIndex, Place, places};
 use crate::layout::{self, FileName, ManifestAt, PackId, Tenant};
 use crate::manifest::{Chunk, ChunkHash, Codec, FileEntry, Manifest, PackRef, file_digest};
+use crate::pack;
 use crate::volume::Volume;
 
-/// One fills while one is written.
+/// Of all saves together: one fills while one is written. At least as many as saves at once, or those would wait for each other.
 const PACKS_IN_MEMORY: usize = 2;
-/// More would not be faster on the machine's cores, and each holds its packs in memory.
+/// More would not be faster on the machine's cores.
 const SAVES_AT_ONCE: usize = 2;
-const LOOKS_AT_ONCE: usize = 8;
 
 /// A file to save, and what it is called in the checkpoint.
 #[derive(Debug, Clone)]
@@ -94,13 +94,34 @@ pub struct Saver {
     volume: Volume,
     index: ChunkIndex,
     workers: usize,
+    pack_bytes: usize,
     turns: Arc<Semaphore>,
+    memory: Arc<Semaphore>,
 }
 
 impl Saver {
     #[must_use]
     pub fn new(volume: Volume, index: ChunkIndex) -> Self {
-        Self { volume, index, workers: crate::workers(), turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)) }
+        Self {
+            volume,
+            index,
+            workers: crate::workers(),
+            pack_bytes: pack::TARGET_BYTES,
+            turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)),
+            memory: Arc::new(Semaphore::new(PACKS_IN_MEMORY)),
+        }
+    }
+
+    /// Packs of at most about this size, [`pack::TARGET_BYTES`] at most.
+    #[must_use]
+    pub fn with_pack_bytes(mut self, bytes: usize) -> Self {
+        self.pack_bytes = bytes.clamp(pack::HEAD_BYTES, pack::TARGET_BYTES);
+        self
+    }
+
+    #[must_use]
+    pub fn volume(&self) -> &Volume {
+        &self.volume
     }
 
     /// Makes the files' data durable on the volume. `parents`: manifests whose chunks may be there already. If this is dropped, the workers end soon; packs that
@@ -111,28 +132,48 @@ impl Saver {
     pub async fn save(&self, tenant: Tenant, sources: &[Source], parents: &[&Manifest]) -> Result<Saved> {
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
-        let mut known: HashMap<ChunkHash, Place> = HashMap::new();
-        for parent in parents.iter().filter(|parent| parent.tenant() == tenant) {
-            known.extend(places(parent));
-        }
+        let known = known_to(tenant, parents);
         let mut written = HashMap::new();
-        let mut attempt = self.attempt(tenant, sources, known, &mut written).await?;
-        let mut gone = self.missing(tenant, &mut attempt, &written).await?;
+        let mut saved = match self.save_new(tenant, sources, known, &mut written).await {
+            Ok(saved) => saved,
+            Err(error) => {
+                self.withdraw(tenant, written.into_keys()).await;
+                return Err(error);
+            }
+        };
+        saved.stats.took = began.elapsed();
+        self.index.learn(tenant, saved.places());
+        Ok(saved)
+    }
+
+    async fn save_new(
+        &self,
+        tenant: Tenant,
+        sources: &[Source],
+        known: HashMap<ChunkHash, Place>,
+        written: &mut HashMap<PackId, u64>,
+    ) -> Result<Saved> {
+        let mut attempt = self.attempt(tenant, sources, known, written).await?;
+        let mut gone = self.missing(tenant, &mut attempt, written).await?;
         if !gone.is_empty() {
             // Collected, or lost, since they became known. What was just written is still good.
             self.index.forget(&gone);
             let mut known = std::mem::take(&mut attempt.known);
             known.retain(|_, place| !gone.contains(&place.pack));
-            attempt = self.attempt(tenant, sources, known, &mut written).await?;
-            gone = self.missing(tenant, &mut attempt, &written).await?;
+            attempt = self.attempt(tenant, sources, known, written).await?;
+            gone = self.missing(tenant, &mut attempt, written).await?;
         }
-        if let Some(id) = gone.into_iter().next() {
-            return Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() }));
+        match gone.into_iter().next() {
+            Some(id) => Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() })),
+            None => attempt.finish(tenant, sources, written),
         }
-        let mut saved = attempt.finish(tenant, sources, &written)?;
-        saved.stats.took = began.elapsed();
-        self.index.learn(tenant, saved.places());
-        Ok(saved)
+    }
+
+    /// Removes the packs of a save that failed, which nothing refers to: the volume may be full. What can't be removed is left to collection.
+    async fn withdraw(&self, tenant: Tenant, packs: impl Iterator<Item = PackId>) {
+        for id in packs {
+            let _ = self.volume.store().delete(&layout::pack(tenant, id)).await;
+        }
     }
 
     async fn attempt(
@@ -146,7 +187,7 @@ impl Saver {
             File::open(&source.path).map_err(|error| Error::local("open", &source.path, error)).map(|file| (file, source.path.clone()))
         };
         let files = sources.iter().map(open).collect::<Result<Vec<_>>>()?;
-        let job = Arc::new(Job::new(tenant, files, known, self.index.clone()));
+        let job = Arc::new(Job::new(tenant, files, known, self.index.clone(), Arc::clone(&self.memory), self.pack_bytes));
         let stop = StopOnDrop(&job);
         let (full, packs) = mpsc::channel(PACKS_IN_MEMORY);
         let workers: Vec<_> = (0..self.workers)
@@ -156,10 +197,19 @@ impl Saver {
             })
             .collect();
         drop(full);
-        let uploads = stream::unfold(packs, async |mut packs| Some((packs.recv().await?, packs)));
-        let uploaded: Result<Vec<_>> = uploads.map(|pack| self.upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY).try_collect().await;
-        if uploaded.is_err() {
-            job.stop();
+        let uploads = stream::unfold(packs, |mut packs| async move { Some((packs.recv().await?, packs)) });
+        let uploader = self.clone();
+        let mut uploads = std::pin::pin!(uploads.map(move |pack| uploader.clone().upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY));
+        let mut uploaded = Ok(());
+        // To the end also after a failure: a write that was begun goes on whether it is waited for or not.
+        while let Some(upload) = uploads.next().await {
+            match upload {
+                Ok(pack) => written.extend([pack]),
+                Err(error) => {
+                    job.stop();
+                    uploaded = Err(error);
+                }
+            }
         }
         let mut worked = Ok(());
         for worker in workers {
@@ -170,17 +220,17 @@ impl Saver {
                 Ok(()) => {}
             }
         }
-        written.extend(uploaded?);
+        uploaded?;
         worked?;
         if let Some(last) = job.last_pack() {
-            written.extend([self.upload(tenant, last).await?]);
+            written.extend([self.clone().upload(tenant, last).await?]);
         }
         drop(stop);
         let (pieces, known) = job.results();
         Ok(Attempt { pieces, known, relied: HashMap::new() })
     }
 
-    async fn upload(&self, tenant: Tenant, pack: FullPack) -> Result<(PackId, u64)> {
+    async fn upload(self, tenant: Tenant, pack: FullPack) -> Result<(PackId, u64)> {
         let FullPack { id, bytes, permit } = pack;
         let (path, length) = (layout::pack(tenant, id), bytes.len() as u64);
         match self.volume.put(&path, bytes.into(), PutMode::Create).await {
@@ -195,9 +245,8 @@ impl Saver {
     /// Looks at every pack that was there before; tells which are not.
     async fn missing(&self, tenant: Tenant, attempt: &mut Attempt, written: &HashMap<PackId, u64>) -> Result<HashSet<PackId>> {
         let used: HashSet<PackId> = attempt.pieces.iter().filter_map(|piece| piece.place.map(|place| place.pack)).collect();
-        let relied = used.into_iter().filter(|id| !written.contains_key(id));
-        let looks = stream::iter(relied).map(async |id| Ok::<_, Error>((id, self.volume.pack_bytes(tenant, id).await?)));
-        let sizes: Vec<(PackId, Option<u64>)> = looks.buffer_unordered(LOOKS_AT_ONCE).try_collect().await?;
+        let relied: Vec<PackId> = used.into_iter().filter(|id| !written.contains_key(id)).collect();
+        let sizes = self.volume.sizes_of(tenant, relied).await?;
         let mut gone = HashSet::new();
         for (id, bytes) in sizes {
             let long_enough = |bytes: &u64| attempt.end_of(id) <= *bytes;
@@ -208,6 +257,10 @@ impl Saver {
         }
         Ok(gone)
     }
+}
+
+fn known_to(tenant: Tenant, parents: &[&Manifest]) -> HashMap<ChunkHash, Place> {
+    parents.iter().filter(|parent| parent.tenant() == tenant).flat_map(|parent| places(parent)).collect()
 }
 
 /// One pass over the files.

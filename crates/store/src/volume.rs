@@ -4,7 +4,7 @@ use std::path::Path as OsPath;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt};
+use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use sandboxer_protocol::SandboxId;
@@ -19,6 +19,7 @@ use crate::metadata::Metadata;
 
 const MAX_METADATA_BYTES: usize = 1 << 20;
 const MAX_LATEST_BYTES: usize = 256;
+const LOOKS_AT_ONCE: usize = 8;
 
 /// A handle; cloning is cheap.
 #[derive(Debug, Clone)]
@@ -179,6 +180,16 @@ impl Volume {
             Err(object_store::Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(Error::volume("look at", &path, error)),
         }
+    }
+
+    /// The same of many, in no order.
+    pub(crate) async fn sizes_of(&self, tenant: Tenant, ids: Vec<PackId>) -> Result<Vec<(PackId, Option<u64>)>> {
+        let volume = self.clone();
+        let looks = stream::iter(ids).map(move |id| {
+            let volume = volume.clone();
+            async move { Ok((id, volume.pack_bytes(tenant, id).await?)) }
+        });
+        looks.buffer_unordered(LOOKS_AT_ONCE).try_collect().await
     }
 
     pub(crate) async fn put(&self, path: &Path, payload: PutPayload, mode: PutMode) -> Result<()> {

@@ -210,7 +210,8 @@ impl Agent {
             }
         }
         self.link.flush();
-        if let Some(execution) = &mut self.execution {
+        // A program may write before init has had the time to say that it runs; whoever listens hears that first.
+        if let Some(execution) = self.execution.as_mut().filter(|execution| !matches!(execution.phase, Phase::Starting { .. })) {
             for stream in STREAMS {
                 more |= self.link.send_output(execution.number, stream, &mut execution.output.get_mut(stream).window);
             }

@@ -9,7 +9,8 @@ use nix::{
     unistd::pipe2,
 };
 use sandboxer_protocol::agent::{
-    ExecSpec, Exit, ExitCause, FromAgentFrame, Language, Nonce, ServerDecoder, StdinRefusal, encode_exec, encode_opening, encode_to_agent,
+    ExecSpec, Exit, ExitCause, FromAgentFrame, Language, Nonce, PerStream, ServerDecoder, StdinRefusal, encode_exec, encode_opening,
+    encode_to_agent,
 };
 
 use super::*;
@@ -102,18 +103,23 @@ impl Scripted {
     }
 
     fn heard(&mut self) -> Vec<FromAgent> {
+        let control = |frame| match frame {
+            FromAgentFrame::Control(message) => Some(message),
+            FromAgentFrame::Output { .. } => None,
+        };
+        self.frames().into_iter().filter_map(control).collect()
+    }
+
+    fn frames(&mut self) -> Vec<FromAgentFrame> {
         let mut bytes = [0; 4096];
         while let Ok(count @ 1..) = io::Read::read(&mut self.from_agent, &mut bytes) {
             self.decoder.buffer().put_slice(&bytes[..count]);
         }
-        let mut heard = Vec::new();
+        let mut frames = Vec::new();
         while let Some(frame) = self.decoder.next().unwrap() {
-            match frame {
-                FromAgentFrame::Control(message) => heard.push(message),
-                FromAgentFrame::Output { .. } => {}
-            }
+            frames.push(frame);
         }
-        heard
+        frames
     }
 
     /// The end of an execution, with whether it was said to have started before, and nothing else.
@@ -140,6 +146,26 @@ impl Scripted {
     fn init_says(&mut self, report: &Report) {
         ipc::send(self.init.as_fd(), report, &[]).unwrap();
         self.rounds();
+    }
+}
+
+#[test]
+fn a_program_that_writes_before_it_is_said_to_run_is_heard_after_that() {
+    let mut scripted = Scripted::new();
+    scripted.exec(1);
+    let (request, mut descriptors) = ipc::receive::<Request>(scripted.init.as_fd()).unwrap().unwrap();
+    let Request::Spawn { serial, .. } = request else { panic!("{request:?}") };
+    scripted.send(&ToAgent::Credit { number: 1, upto: PerStream { stdout: 100, stderr: 100 } });
+    // Its standard input, output and error come last.
+    let mut stdout = File::from(descriptors.remove(descriptors.len() - 2));
+    io::Write::write_all(&mut stdout, b"early").unwrap();
+    scripted.agent.execution.as_mut().unwrap().output.stdout.readable = true;
+    scripted.rounds();
+    assert!(scripted.frames().is_empty());
+    scripted.init_says(&Report::Started { serial });
+    match &scripted.frames()[..] {
+        [FromAgentFrame::Control(FromAgent::Started { .. }), FromAgentFrame::Output { data, .. }] => assert_eq!(&data[..], b"early"),
+        other => panic!("{other:?}"),
     }
 }
 

@@ -65,12 +65,18 @@ pub(super) async fn pump(socket: WebSocket, ends: Ends, early: VecDeque<FromClie
             Read::Closed => closed = true,
             Read::Broken => {}
         },
-        wrote = write_all(&mut sink, &mut outgoing) => {
+        wrote = write_all(&mut sink, &mut outgoing) => match wrote {
             // Having closed, it waits for the answer: that says that everything was read.
-            if let Wrote::Close = wrote && let Ok(Read::Closed) = timeout(CLOSE_ANSWERED, reading).await {
+            Wrote::Close => if let Ok(Read::Closed) = timeout(CLOSE_ANSWERED, reading).await {
                 let _ = incoming.try_send(Incoming { message: FromClient::ReadToTheEnd, _room: None });
+            },
+            // The client has gone. What it said before is here, and counts.
+            Wrote::Broken => {
+                outgoing.close();
+                let _ = timeout(CLOSE_ANSWERED, reading).await;
             }
-        }
+            Wrote::Ended => {}
+        },
         () = let_go => debug!("the client did not take its last messages"),
     }
     if closed {

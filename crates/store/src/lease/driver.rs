@@ -191,11 +191,13 @@ impl Driver {
     fn succeeded(&mut self, attempt: &Attempt, stored: Stored) -> Flow {
         let asked = if self.leases.faults.counts_from_reply() { self.now() } else { attempt.asked };
         self.tenure.renewed(asked);
-        self.shared.set_freeze_at(self.tenure.freeze_at(&self.leases.terms));
+        let held = stored.record.held_by(&self.holder);
+        // Before anybody hears that it was given up, nobody may act any more.
+        self.shared.set_freeze_at(if held { self.tenure.freeze_at(&self.leases.terms) } else { Moment::START });
         for command in self.pending.drain(..attempt.commands) {
             command.done(Ok(()));
         }
-        if !stored.record.held_by(&self.holder) {
+        if !held {
             return self.released();
         }
         self.current = Some(stored.clone());
@@ -232,6 +234,7 @@ impl Driver {
     /// The record is not ours any more: as we wanted, or because of someone else.
     fn not_held(&mut self, there: &Stored) -> Flow {
         let wanted = self.pending.front().is_some_and(|command| command.gave_up(&there.record, self.holder.epoch));
+        self.shared.set_freeze_at(Moment::START);
         if wanted {
             if let Some(command) = self.pending.pop_front() {
                 command.done(Ok(()));

@@ -96,7 +96,14 @@ pub async fn arrive<H: Host>(leases: &Leases, id: SandboxId, host: Arc<H>, give_
         None => Err("its record names no checkpoint".to_owned()),
     };
     match restored {
-        Ok(()) => Arrival::Running(keep(leases, held, host)),
+        // A restore may take longer than a lease: nobody hears that it runs before that is certain.
+        Ok(()) => match held.certain().await {
+            Ok(()) => Arrival::Running(keep(leases, held, host)),
+            Err(reason) => {
+                host.stop(Ending::Lost(reason)).await;
+                Arrival::NotHeld(Sought::HandoffInProgress)
+            }
+        },
         Err(reason) => {
             // Nobody else should have to wait for the lease to run out; if this can't be written, they do.
             let _ = held.lease.release(Release::Anyone).await;

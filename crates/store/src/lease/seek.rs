@@ -39,11 +39,20 @@ impl Leases {
     ///
     /// When `give_up` is cancelled, what was registered is withdrawn.
     pub async fn seek(&self, id: SandboxId, give_up: &CancellationToken) -> Sought {
+        self.search(id, give_up, false).await
+    }
+
+    /// Gets hold of a sandbox in order to end it ([`super::Lease::bury`]), also of one that was never saved.
+    pub async fn seize(&self, id: SandboxId, give_up: &CancellationToken) -> Sought {
+        self.search(id, give_up, true).await
+    }
+
+    async fn search(&self, id: SandboxId, give_up: &CancellationToken, unsaved: bool) -> Sought {
         let mut search = Search {
             leases: self,
             id,
             watch: Watch::default(),
-            position: Position::new(self.me.clone(), self.clock.nonce()),
+            position: Position::new(self.me.clone(), self.clock.nonce(), unsaved),
             last: None,
             acquiring: None,
         };

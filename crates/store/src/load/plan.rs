@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::manifest::{Chunk, Codec, Manifest};
 
-const MAX_SPAN: u64 = 2 << 20;
+const MAX_SPAN: u64 = 1 << 20;
 /// Reading over so much that is not wanted is cheaper than asking twice.
 const MAX_GAP: u64 = 64 << 10;
 
@@ -29,7 +29,15 @@ impl Span {
 }
 
 /// Lazily: a manifest's spans are never all in memory.
-pub(super) fn spans(manifest: &Manifest) -> impl Iterator<Item = Span> {
+pub(super) fn spans(manifest: &Manifest) -> impl Iterator<Item = Span> + Send {
+    wanted_spans(manifest, |_| true)
+}
+
+/// Those of the chunks that `wanted` takes.
+pub(super) fn wanted_spans<'a>(
+    manifest: &'a Manifest,
+    mut wanted: impl FnMut(&Chunk) -> bool + Send + 'a,
+) -> impl Iterator<Item = Span> + Send + 'a {
     let places = manifest.files_with_chunks().enumerate().flat_map(|(file, (_, chunks))| {
         let mut offset = 0;
         chunks.iter().map(move |chunk| {
@@ -38,7 +46,7 @@ pub(super) fn spans(manifest: &Manifest) -> impl Iterator<Item = Span> {
             (file, *chunk, at)
         })
     });
-    let mut places = places.filter(|(_, chunk, _)| chunk.codec != Codec::Zero).peekable();
+    let mut places = places.filter(move |(_, chunk, _)| chunk.codec != Codec::Zero && wanted(chunk)).peekable();
     std::iter::from_fn(move || {
         let (file, chunk, offset) = places.next()?;
         let from = u64::from(chunk.offset);

@@ -5,14 +5,13 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
 
-use super::PACKS_IN_MEMORY;
 use crate::chunker::{self, PAGE};
 use crate::error::{Error, Result};
 use crate::index::{ChunkIndex, Place};
@@ -61,14 +60,22 @@ pub(super) struct Job {
     index: ChunkIndex,
     open: Mutex<Option<OpenPack>>,
     pieces: Mutex<Vec<Piece>>,
-    stopped: AtomicBool,
+    stopped: CancellationToken,
     memory: Arc<Semaphore>,
+    pack_bytes: usize,
     runtime: Handle,
 }
 
 impl Job {
     /// Within a runtime.
-    pub(super) fn new(tenant: Tenant, files: Vec<(File, PathBuf)>, known: HashMap<ChunkHash, Place>, index: ChunkIndex) -> Self {
+    pub(super) fn new(
+        tenant: Tenant,
+        files: Vec<(File, PathBuf)>,
+        known: HashMap<ChunkHash, Place>,
+        index: ChunkIndex,
+        memory: Arc<Semaphore>,
+        pack_bytes: usize,
+    ) -> Self {
         Self {
             tenant,
             chunk_key: tenant.chunk_key(),
@@ -77,16 +84,16 @@ impl Job {
             index,
             open: Mutex::new(None),
             pieces: Mutex::default(),
-            stopped: AtomicBool::new(false),
-            memory: Arc::new(Semaphore::new(PACKS_IN_MEMORY)),
+            stopped: CancellationToken::new(),
+            memory,
+            pack_bytes,
             runtime: Handle::current(),
         }
     }
 
     /// The workers end at their next step.
     pub(super) fn stop(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
-        self.memory.close();
+        self.stopped.cancel();
     }
 
     /// A worker, until the files are at their end.
@@ -95,7 +102,7 @@ impl Job {
         let mut buffer = vec![0; BATCH];
         let mut batch = Batch::default();
         loop {
-            if self.stopped.load(Ordering::Relaxed) {
+            if self.stopped.is_cancelled() {
                 return Err(Error::Interrupted);
             }
             let Some(taken) = lock(&self.reader).take(&mut buffer)? else { return Ok(()) };
@@ -144,7 +151,7 @@ impl Job {
             return Ok(());
         }
         let mut open = lock(&self.open);
-        if open.as_ref().is_some_and(|pack| pack.bytes.len() + batch.encoded.len() > pack::TARGET_BYTES)
+        if open.as_ref().is_some_and(|pack| pack.bytes.len() + batch.encoded.len() > self.pack_bytes)
             && let Some(pack) = open.take()
         {
             full.blocking_send(pack.close()).map_err(|_| Error::Interrupted)?;
@@ -171,9 +178,10 @@ impl Job {
 
     /// Waits until there is room in memory.
     fn new_pack(&self) -> Result<OpenPack> {
-        let permit = self.runtime.block_on(Arc::clone(&self.memory).acquire_owned()).map_err(|_| Error::Interrupted)?;
+        let room = self.stopped.run_until_cancelled(Arc::clone(&self.memory).acquire_owned());
+        let permit = self.runtime.block_on(room).and_then(std::result::Result::ok).ok_or(Error::Interrupted)?;
         let id = PackId::random();
-        let mut bytes = Vec::with_capacity(pack::TARGET_BYTES);
+        let mut bytes = Vec::with_capacity(self.pack_bytes);
         bytes.extend_from_slice(&pack::head(id));
         Ok(OpenPack { id, bytes, permit })
     }

@@ -118,6 +118,24 @@ impl Held {
     }
 }
 
+impl Held {
+    /// Waits until it is certain that the lease is held, which it no longer is after something that took long, or that it is lost.
+    pub(in crate::lease) async fn certain(&self) -> Result<(), LostReason> {
+        let mut view = self.lease.view.clone();
+        loop {
+            match &view.borrow_and_update().standing {
+                Standing::Lost(reason) => return Err(reason.clone()),
+                Standing::Released => return Err(LostReason::Released),
+                Standing::Held | Standing::Frozen if self.lease.may_act() => return Ok(()),
+                Standing::Held | Standing::Frozen => {}
+            }
+            if view.changed().await.is_err() {
+                return Err(LostReason::Released);
+            }
+        }
+    }
+}
+
 /// Asks things of the task that keeps the lease. When the last handle is dropped the lease is let go: nothing is written, and it runs
 /// out for others in its time.
 #[derive(Clone)]

@@ -18,6 +18,8 @@ pub(super) enum Decision {
 /// Where a newcomer stands in the queue of at most one.
 pub(super) struct Position {
     me: InstanceId,
+    /// Whether it is wanted also if there is nothing to restore.
+    unsaved: bool,
     pub(super) registration: Nonce,
     /// When the registration was last written.
     registered_at: Option<Moment>,
@@ -30,8 +32,8 @@ pub(super) struct Position {
 }
 
 impl Position {
-    pub(super) fn new(me: InstanceId, registration: Nonce) -> Self {
-        Self { me, registration, registered_at: None, asked: false, seen: false, other: None }
+    pub(super) fn new(me: InstanceId, registration: Nonce, unsaved: bool) -> Self {
+        Self { me, unsaved, registration, registered_at: None, asked: false, seen: false, other: None }
     }
 
     pub(super) fn registered(&mut self, now: Moment) {
@@ -81,7 +83,7 @@ impl Position {
         };
         if owner_is_gone {
             // An owner that was never saved and comes back may still go on: it is left alone.
-            return if record.latest.is_some() { Decision::Acquire } else { Decision::Found(Sought::NeverSaved) };
+            return if self.unsaved || record.latest.is_some() { Decision::Acquire } else { Decision::Found(Sought::NeverSaved) };
         }
         if self.seen && !mine {
             return Decision::Found(Sought::HandoffInProgress);
