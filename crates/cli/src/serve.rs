@@ -17,7 +17,7 @@ use nix::{
 };
 use sandboxer_image::ImageStore;
 use sandboxer_runtime::{GvisorOptions, GvisorRuntime, HostLimits, become_subreaper, userns};
-use sandboxer_server::{CheckpointSettings, Facts, Images, Terms, Server, StopHow};
+use sandboxer_server::{CheckpointSettings, Facts, Images, Server, StopHow, Terms};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{info, warn};
 

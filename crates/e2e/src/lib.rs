@@ -17,6 +17,7 @@ mod raw;
 mod server;
 mod tls;
 mod user;
+mod volume;
 mod ws;
 
 use std::time::{Duration, Instant};
@@ -29,6 +30,7 @@ pub use raw::{Frame, Opcode, Raw};
 pub use server::{Options, Server, shared, shared_as};
 pub use tls::{Certificate, TlsTunnel};
 pub use user::User;
+pub use volume::Volume;
 pub use ws::{Incoming, Ws};
 
 /// How long anything may take that is expected to come. Generous: the machine may be busy with other things.

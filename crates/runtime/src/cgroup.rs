@@ -21,8 +21,8 @@ const OWN_LEAF: &str = "sandboxer-server";
 /// Shorter than the kernel's default of 100 ms: a program that used up its share on two cores waits 10 ms, not 50. What it left unused
 /// it may use once, so that a short program after a pause is not stopped at all.
 const CPU_PERIOD_US: u64 = 20_000;
-const REMOVE_TRIES: u32 = 100;
-const REMOVE_PAUSE: Duration = Duration::from_millis(5);
+const REMOVE_TRIES: u32 = 500;
+const REMOVE_PAUSE: Duration = Duration::from_millis(20);
 
 /// One thing that a host cgroup can limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,8 +17,8 @@ use std::{
 
 use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
-    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, Metadata, Prepared, SandboxStatus, Saver, Source,
-    Tenant, Volume, VolumeKey,
+    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, Metadata, Prepared, SandboxStatus, Saver,
+    Source, Tenant, Volume, VolumeKey,
     failpoint::FailPoints,
     key::Purpose,
     lease::{BootClock, Leases, Spawn, Terms},
@@ -153,18 +153,17 @@ impl Checkpoints {
 
     /// What was captured, with what the next server has to know of it.
     pub(crate) fn capture(&self, dir: tempfile::TempDir, record: &Record, automatic: bool, parent: Option<CheckpointName>) -> Capture {
-        Capture {
-            dir,
-            state: SavedState::of(record),
-            image: record.image.clone(),
-            created_at: jiff::Timestamp::now(),
-            automatic,
-            parent,
-        }
+        Capture { dir, state: SavedState::of(record), image: record.image.clone(), created_at: jiff::Timestamp::now(), automatic, parent }
     }
 
     /// Makes a capture durable. Nothing counts yet.
-    pub(crate) async fn persist(&self, id: SandboxId, capture: Capture, epoch: u64, wanted: CheckpointName) -> Result<CheckpointName, Error> {
+    pub(crate) async fn persist(
+        &self,
+        id: SandboxId,
+        capture: Capture,
+        epoch: u64,
+        wanted: CheckpointName,
+    ) -> Result<CheckpointName, Error> {
         let tenant = tenant(capture.state.owner.as_deref());
         let mut sources = Vec::new();
         for name in FILES {
@@ -195,7 +194,8 @@ impl Checkpoints {
             state: serde_json::to_value(&capture.state).map_err(invalid)?,
             other: serde_json::Map::new(),
         };
-        let Prepared { name, manifest, .. } = self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await?;
+        let Prepared { name, manifest, .. } =
+            self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await?;
         // Without it the next restore here reads the volume.
         if let Err(error) = self.cache.adopt(&Arc::new(manifest), capture.dir.path()).await {
             warn!(error = error.whole(), "what was saved could not be kept in the cache");
@@ -224,11 +224,12 @@ impl Checkpoints {
             return Err(format!("{name} is that of another sandbox, {}", contract.sandbox_id));
         }
         contract.check(&self.facts.host()).map_err(|mismatch| format!("{name}: {mismatch}"))?;
-        let state: SavedState =
-            serde_json::from_value(contract.state.clone()).map_err(|error| format!("{name}: what it says of the sandbox makes no sense: {error}"))?;
+        let state: SavedState = serde_json::from_value(contract.state.clone())
+            .map_err(|error| format!("{name}: what it says of the sandbox makes no sense: {error}"))?;
         state.check().map_err(|why| format!("{name}: {why}"))?;
         manifest.expect_tenant(tenant(state.owner.as_deref())).map_err(|error| error.whole())?;
-        let image = self.images.find(contract.image, images).await.map_err(|why| format!("{name} needs the image {}: {why}", contract.image))?;
+        let image =
+            self.images.find(contract.image, images).await.map_err(|why| format!("{name} needs the image {}: {why}", contract.image))?;
         let files = self.cache.files(&manifest, self.largest_bytes).await.map_err(|error| error.whole())?;
         Ok(Loaded { files, state, image })
     }

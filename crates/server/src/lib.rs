@@ -6,9 +6,9 @@
 
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a failed unwrap is a failed test"))]
 
+mod checkpoints;
 #[doc(hidden)]
 pub mod fuzzing;
-mod checkpoints;
 mod http;
 mod images;
 mod limits;
@@ -22,10 +22,10 @@ mod tenants;
 mod tls;
 
 pub use checkpoints::{CheckpointSettings, Facts};
-pub use sandboxer_store::lease::Terms;
 pub use http::{Access, ApiKey, InvalidKeys};
 pub use images::{BaseImage, Images};
 pub use limits::Limits;
+pub use sandboxer_store::lease::Terms;
 pub use server::{Server, StopHow};
 pub use settings::{KeyLimits, Settings};
 pub use tls::{InvalidTls, Tls};

@@ -79,12 +79,8 @@ impl Limits {
 
     /// What the host is to enforce for a sandbox that comes from a volume, if it may have here what it had there.
     pub(crate) fn again(&self, maximum: &Limits, host: &HostLimits) -> Result<HostResources, CreateError> {
-        let asked = LimitsRequest {
-            memory_mb: Some(self.memory_mb),
-            cpus: Some(self.cpus),
-            pids: Some(self.pids),
-            disk_mb: Some(self.disk_mb),
-        };
+        let asked =
+            LimitsRequest { memory_mb: Some(self.memory_mb), cpus: Some(self.cpus), pids: Some(self.pids), disk_mb: Some(self.disk_mb) };
         Self::resolve(&asked, self, maximum)?.on_the_host(&LimitsRequest::default(), host)
     }
 

@@ -14,7 +14,7 @@ use std::{
 use sandboxer_protocol::{
     SandboxId,
     agent::{AgentConfig, Enforced, FromAgent, Marker},
-    client::{CreateConfig, ErrorCode, LimitsRequest, Network, ServerEvent},
+    client::{CreateConfig, ErrorCode, LimitsRequest, Network, ServerEvent, Status, StatusUpdate},
 };
 use sandboxer_runtime::{
     HostLimits, HostResources, Instance, Launch, Runtime, RuntimeError,
@@ -46,8 +46,8 @@ use crate::{
         driver::{Attachment, Command, Driver, END_EXPLAINED, Ending, Outcome, Start, Stop},
         farewell::obituary,
         host::SandboxHost,
-        saving::Kept,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
+        saving::Kept,
     },
     settings::Settings,
     tenants::{Place, Tenants},
@@ -81,9 +81,17 @@ pub(crate) struct Handle {
     token_sha256: Arc<str>,
     commands: mpsc::Sender<Command>,
     gone: CancellationToken,
+    generation: u64,
 }
 
 impl Handle {
+    /// What a client that attaches is told first. One that missed the telling of a rewinding knows it by the generation.
+    pub(crate) fn running(&self) -> ServerEvent {
+        let mut update = StatusUpdate::new(Status::Running);
+        update.generation = (self.generation > 0).then_some(self.generation);
+        ServerEvent::StatusUpdate(update)
+    }
+
     /// Waits until nothing of the sandbox is left here.
     pub(crate) async fn gone(&self) {
         self.gone.cancelled().await;
@@ -336,7 +344,8 @@ impl Manager {
         let failed =
             |why: String| CreateError::new(ErrorCode::CheckpointFailed, format!("The volume can't be written: {why}. Try again later."));
         checkpoints.describe(record, SandboxStatus::Created, None).await.map_err(|error| failed(error.whole()))?;
-        let held = checkpoints.leases.create(record.id, Checkpoints::attributes(record)).await.map_err(|error| failed(error.to_string()))?;
+        let held =
+            checkpoints.leases.create(record.id, Checkpoints::attributes(record)).await.map_err(|error| failed(error.to_string()))?;
         record.epoch = Some(held.lease.epoch());
         checkpoints.keep_image(record.image.clone());
         Ok(Some((Arc::clone(checkpoints), held)))
@@ -378,7 +387,13 @@ impl Manager {
         let (id, dir) = (record.id, self.dir(record.id));
         let Wire { sender, receiver: commands } = wire;
         let gone = CancellationToken::new();
-        let handle = Handle { id, token_sha256: record.token_sha256.as_str().into(), commands: sender, gone: gone.clone() };
+        let handle = Handle {
+            id,
+            token_sha256: record.token_sha256.as_str().into(),
+            commands: sender,
+            gone: gone.clone(),
+            generation: record.generation,
+        };
         let Running { reader, writer, ended, execution, next_number } = running;
         let manager = Arc::clone(self);
         let token_sha256 = record.token_sha256.clone();

@@ -165,6 +165,9 @@ pub struct Record {
     pub renewed: u64,
     /// The newest checkpoint.
     pub latest: Option<CheckpointName>,
+    /// Nothing ran since that checkpoint: it was given up with it.
+    #[serde(default)]
+    pub resting: bool,
     #[serde(default)]
     pub waiter: Option<Waiter>,
     #[serde(default)]

@@ -34,7 +34,10 @@ impl SavedState {
 
     pub(super) fn check(&self) -> Result<(), String> {
         if self.version > VERSION {
-            return Err(format!("what it says of the sandbox is of version {}, and this server knows {VERSION}; use a newer one", self.version));
+            return Err(format!(
+                "what it says of the sandbox is of version {}, and this server knows {VERSION}; use a newer one",
+                self.version
+            ));
         }
         Ok(())
     }

@@ -130,7 +130,7 @@ async fn opened_create(manager: &Arc<Manager>, owner: Option<String>, mut socket
     match made {
         Ok(Created { handle, token }) => {
             let id = SandboxIdEvent { sandbox_id: handle.id, sandbox_token: token };
-            let greeting = vec![ServerEvent::SandboxId(id), Status::Running.into()];
+            let greeting = vec![ServerEvent::SandboxId(id), handle.running()];
             hand_over(manager, &handle, None, socket, greeting, early).await
         }
         Err(error) => refuse(socket, &error).await,
@@ -209,7 +209,7 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
         return socket::close(socket, CloseCode::Application).await;
     }
     match (handle, id) {
-        (Some(handle), _) => hand_over(manager, &handle, token, socket, vec![Status::Running.into()], VecDeque::new()).await,
+        (Some(handle), _) => hand_over(manager, &handle, token, socket, vec![handle.running()], VecDeque::new()).await,
         (None, Some(id)) if manager.keeps_checkpoints() => restore(manager, id, token, saved, socket).await,
         (None, _) => {
             if manager.keeps_checkpoints() {
@@ -250,9 +250,7 @@ async fn restore(
     };
     let refuse = |status, message: String| ServerEvent::StatusUpdate(StatusUpdate::new(status).message(message));
     match arrived {
-        Ok(Arrived { handle, greeting }) => {
-            hand_over_early(manager, &handle, token, socket, vec![ServerEvent::StatusUpdate(greeting)], early).await
-        }
+        Ok(Arrived { handle, greeting }) => hand_over_early(manager, &handle, token, socket, vec![greeting], early).await,
         Err(ArriveError::NotFound(why)) => {
             send(&mut socket, &refuse(Status::NotFound, why)).await?;
             socket::close(socket, CloseCode::Refused).await

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use sandboxer_protocol::{
     SandboxId,
-    client::{Status, StatusUpdate},
+    client::{ServerEvent, Status, StatusUpdate},
 };
 use sandboxer_store::{
     CheckpointName, SandboxStatus,
@@ -60,7 +60,7 @@ impl There {
 /// A sandbox that came, and what its client is told first.
 pub(crate) struct Arrived {
     pub(crate) handle: Handle,
-    pub(crate) greeting: StatusUpdate,
+    pub(crate) greeting: ServerEvent,
 }
 
 /// What a restore brings, for the one who asked for it.
@@ -82,6 +82,17 @@ pub(crate) struct Restorer {
 impl Manager {
     pub(crate) fn keeps_checkpoints(&self) -> bool {
         self.checkpoints.is_some()
+    }
+
+    /// Puts the base image on the volume as soon as there is one, so that no save waits for that.
+    pub(crate) fn keep_base_image(&self) {
+        let Some(checkpoints) = self.checkpoints.clone() else { return };
+        let images = self.images.clone();
+        self.drivers.spawn(async move {
+            if let Some(base) = images.base_when_ready().await {
+                checkpoints.keep_image(base);
+            }
+        });
     }
 
     /// What the volume has of a sandbox, before anything is locked. None: nothing.
@@ -106,7 +117,7 @@ impl Manager {
         let turn = self.turn(id);
         let _turn = turn.acquire().await;
         if let Some(handle) = self.find(id).await {
-            return Ok(Arrived { handle, greeting: StatusUpdate::new(Status::Running) });
+            return Ok(Arrived { greeting: handle.running(), handle });
         }
         let begun = Instant::now();
         let looked = checkpoints.look(id).await.map_err(|error| ArriveError::Failed(error.to_string()))?;
@@ -132,6 +143,7 @@ impl Manager {
             return Err(ArriveError::Failed("The sandbox was restored and lost.".to_owned()));
         };
         let mut greeting = StatusUpdate::new(Status::Running);
+        greeting.generation = (record.generation > 0).then_some(record.generation);
         if !keeper.lease().is_exact() {
             record.generation = keeper.lease().epoch();
             greeting.rewound = Some(true);
@@ -154,7 +166,7 @@ impl Manager {
         let age = std::time::Duration::try_from(jiff::Timestamp::now().duration_since(record.created_at)).unwrap_or_default();
         let kept = Kept { keeper, host, checkpoints };
         let handle = self.drive(record, place, running, age, wire, Some(kept));
-        Ok(Arrived { handle, greeting })
+        Ok(Arrived { handle, greeting: ServerEvent::StatusUpdate(greeting) })
     }
 
     /// One at a time for each sandbox.
@@ -175,7 +187,10 @@ impl Restorer {
     pub(crate) async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String> {
         let manager = &self.manager;
         let Ok(slot) = Arc::clone(&manager.slots).try_acquire_owned() else {
-            return Err(format!("This server has {} sandboxes, and that is all it may have. Try another one.", manager.settings.max_sandboxes));
+            return Err(format!(
+                "This server has {} sandboxes, and that is all it may have. Try another one.",
+                manager.settings.max_sandboxes
+            ));
         };
         let Loaded { files, state, image } = self.checkpoints.load(self.id, name, &manager.images).await?;
         let record = Record {
@@ -240,7 +255,9 @@ fn not_held(sought: &Sought) -> ArriveError {
         Sought::InUse => ArriveError::InUse,
         Sought::HandoffInProgress => ArriveError::HandoffInProgress,
         Sought::CannotSave(why) => ArriveError::Failed(format!("The instance that has the sandbox can't save it, and keeps it: {why}")),
-        Sought::Unanswered => ArriveError::Failed("The instance that has the sandbox neither hands it over nor answers. Try again later.".to_owned()),
+        Sought::Unanswered => {
+            ArriveError::Failed("The instance that has the sandbox neither hands it over nor answers. Try again later.".to_owned())
+        }
         Sought::GivenUp => ArriveError::Failed("Nobody waits for it any longer.".to_owned()),
         Sought::Unavailable(why) => ArriveError::Failed(format!("The volume does not answer: {why}. Try again later.")),
     }

@@ -72,14 +72,20 @@ pub(crate) enum Command {
     /// Nobody has heard of this sandbox: end it.
     Abandon,
     /// Another instance wants the sandbox.
-    AskedFor { reply: oneshot::Sender<Consent> },
+    AskedFor {
+        reply: oneshot::Sender<Consent>,
+    },
     /// Bring the conversation with the agent to rest, to be saved.
-    Quiet { reply: oneshot::Sender<Rest> },
+    Quiet {
+        reply: oneshot::Sender<Rest>,
+    },
     /// The sandbox stands still as it is.
     Still,
     GoOn,
     /// It ends, as its lease says.
-    End { why: handoff::Ending },
+    End {
+        why: handoff::Ending,
+    },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,7 +112,9 @@ pub(crate) enum Outcome {
     Drained,
     LeftRunning,
     /// It is saved on the volume and runs no longer.
-    Checkpointed { draining: bool },
+    Checkpointed {
+        draining: bool,
+    },
     /// It goes on at another instance.
     HandedOver,
     /// It is someone else's.
@@ -437,7 +445,10 @@ impl Driver {
             return [quieting, self.link_closed].into_iter().flatten().min();
         }
         let save = self.saves.due;
-        [idle, lifetime, execution, grace, silence, save, self.knock_deadline, self.kill_deadline, self.link_closed].into_iter().flatten().min()
+        [idle, lifetime, execution, grace, silence, save, self.knock_deadline, self.kill_deadline, self.link_closed]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn on_deadline(&mut self) -> Option<Outcome> {

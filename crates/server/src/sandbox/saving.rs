@@ -149,7 +149,10 @@ impl Driver {
         let (code, message) = if self.checkpoints_configured {
             (ErrorCode::CheckpointNotEnabled, "This sandbox was created without enable_checkpoint. It goes on.")
         } else {
-            (ErrorCode::CheckpointNotConfigured, "This server keeps no checkpoints: it was started without a checkpoint path. The sandbox goes on.")
+            (
+                ErrorCode::CheckpointNotConfigured,
+                "This server keeps no checkpoints: it was started without a checkpoint path. The sandbox goes on.",
+            )
         };
         self.fail(Status::CheckpointError, code, message);
         self.close_client(CloseCode::Application);
@@ -291,4 +294,3 @@ pub(super) async fn tell_volume(kept: Kept, record: &Record, outcome: &Outcome) 
         Err(_) => warn!("the volume was not told in time that the sandbox ended"),
     }
 }
-

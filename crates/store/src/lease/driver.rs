@@ -58,9 +58,10 @@ impl Leases {
         let tenure = Tenure::counted_from(counted_from);
         let standing = if counted_from.is_some() { Standing::Held } else { Standing::Frozen };
         let latest = current.as_ref().and_then(|stored| stored.record.latest);
+        let exact = current.as_ref().is_some_and(|stored| stored.record.resting);
         let (view, seen) = watch::channel(View { standing, waiter: None, latest });
         let (sender, commands) = mpsc::channel(MAX_COMMANDS);
-        let shared = Arc::new(Shared::new(id, holder.epoch, Arc::clone(&self.clock), tenure.freeze_at(&self.terms)));
+        let shared = Arc::new(Shared::new(id, holder.epoch, exact, Arc::clone(&self.clock), tenure.freeze_at(&self.terms)));
         let held = Held::new(Lease::new(Arc::clone(&shared), sender, seen.clone()), seen);
         let changes = self.records.changes(id);
         let driver = Driver {

@@ -22,7 +22,7 @@ use sandboxer_protocol::SandboxId;
 use tokio_util::sync::CancellationToken;
 
 pub use self::{keeper::Keeper, save::SaveError};
-use super::{Held, Leases, LostReason, Release, Sought};
+use super::{Held, Leases, LostReason, Sought};
 use crate::{layout::CheckpointName, record::InstanceId};
 
 /// Whether a waiter gets the sandbox.
@@ -106,7 +106,7 @@ pub async fn arrive<H: Host>(leases: &Leases, id: SandboxId, host: Arc<H>, give_
         },
         Err(reason) => {
             // Nobody else should have to wait for the lease to run out; if this can't be written, they do.
-            let _ = held.lease.release(Release::Anyone).await;
+            let _ = held.lease.release_untouched().await;
             Arrival::RestoreFailed(reason)
         }
     }

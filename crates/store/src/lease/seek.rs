@@ -186,7 +186,7 @@ impl Search<'_> {
             let holder = Holder { instance: self.leases.me.clone(), epoch: there.record.epoch };
             let ours = self.acquiring.is_some_and(|(nonce, _)| there.record.nonce == nonce);
             let next = if ours {
-                there.record.by_owner(&holder, &[OwnerChange::Release], self.leases.stamp()).ok()
+                there.record.by_owner(&holder, &[OwnerChange::Release { untouched: true }], self.leases.stamp()).ok()
             } else {
                 there.record.withdrawn(self.position.registration, self.leases.stamp())
             };

@@ -31,8 +31,8 @@ pub enum OwnerChange {
     Publish(CheckpointName),
     /// Sends the waiter away.
     Answer { to: Nonce, verdict: Verdict },
-    /// Nobody owns it any more. The sandbox neither runs here nor will again.
-    Release,
+    /// Nobody owns it any more. The sandbox neither runs here nor will again. `untouched`: it did not run under this owner.
+    Release { untouched: bool },
     /// The sandbox is gone for good.
     Bury { reason: String },
 }
@@ -64,6 +64,7 @@ impl Record {
             nonce: stamp.nonce,
             renewed: 1,
             latest: None,
+            resting: false,
             waiter: None,
             answer: None,
             tombstone: None,
@@ -96,7 +97,11 @@ impl Record {
             match change {
                 OwnerChange::Publish(name) => next.publish(*name)?,
                 OwnerChange::Answer { to, verdict } => next.reply(*to, verdict),
-                OwnerChange::Release => next.owner = None,
+                OwnerChange::Release { untouched } => {
+                    next.owner = None;
+                    let saved_with_it = changes.iter().any(|change| matches!(change, OwnerChange::Publish(_)));
+                    next.resting = saved_with_it || *untouched && self.resting;
+                }
                 OwnerChange::Bury { reason } => {
                     next.owner = None;
                     next.waiter = None;
@@ -111,6 +116,7 @@ impl Record {
     #[must_use]
     pub fn acquired(&self, by: InstanceId, stamp: Stamp) -> Self {
         let mut next = self.next(stamp);
+        next.resting &= self.owner.is_none();
         next.owner = Some(by);
         next.epoch += 1;
         next.renewed = next.sequence;
@@ -206,11 +212,29 @@ mod tests {
     fn nobody_changes_what_it_does_not_hold() {
         let (record, old) = held();
         let taken = record.acquired("b".parse().unwrap(), stamp(2));
-        for change in [OwnerChange::Publish(at(1)), OwnerChange::Release, OwnerChange::Bury { reason: "killed".to_owned() }] {
+        for change in
+            [OwnerChange::Publish(at(1)), OwnerChange::Release { untouched: false }, OwnerChange::Bury { reason: "killed".to_owned() }]
+        {
             assert_eq!(taken.by_owner(&old, &[change], stamp(3)), Err(Refused::NotHeld(NotHeld)));
         }
         let again = taken.acquired("a".parse().unwrap(), stamp(4));
         assert_eq!(again.by_owner(&old, &[], stamp(5)), Err(Refused::NotHeld(NotHeld)), "the same instance in a later epoch");
+    }
+
+    #[test]
+    fn it_is_known_whether_anything_ran_since_the_latest_checkpoint() {
+        let (record, a) = held();
+        let (release, untouched) = (OwnerChange::Release { untouched: false }, OwnerChange::Release { untouched: true });
+        let saved = record.by_owner(&a, &[OwnerChange::Publish(at(1)), release.clone()], stamp(2)).unwrap();
+        let b = saved.acquired("b".parse().unwrap(), stamp(3));
+        assert!(b.resting, "it goes on from where it was");
+        let failed = b.by_owner(&b.holder().unwrap(), &[untouched], stamp(4)).unwrap();
+        assert!(failed.acquired("c".parse().unwrap(), stamp(5)).resting, "a failed restore changes nothing");
+        let died = b.by_owner(&b.holder().unwrap(), &[release], stamp(4)).unwrap();
+        assert!(!died.acquired("c".parse().unwrap(), stamp(5)).resting, "it ran and died");
+        assert!(!b.acquired("c".parse().unwrap(), stamp(4)).resting, "its owner was taken for dead");
+        let kept = b.by_owner(&b.holder().unwrap(), &[OwnerChange::Publish(at(2))], stamp(4)).unwrap();
+        assert!(!kept.acquired("c".parse().unwrap(), stamp(5)).resting, "it went on after its save");
     }
 
     #[test]

@@ -74,5 +74,5 @@ impl Driver {
 
 /// Whether nothing can follow these.
 pub(super) fn ends(changes: &[OwnerChange]) -> bool {
-    changes.iter().any(|change| matches!(change, OwnerChange::Release | OwnerChange::Bury { .. }))
+    changes.iter().any(|change| matches!(change, OwnerChange::Release { .. } | OwnerChange::Bury { .. }))
 }

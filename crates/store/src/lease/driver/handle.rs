@@ -88,14 +88,15 @@ pub(super) struct View {
 pub(super) struct Shared {
     id: SandboxId,
     epoch: u64,
+    exact: bool,
     clock: Arc<dyn Clock>,
     /// In nanoseconds of the clock.
     freeze_at: AtomicU64,
 }
 
 impl Shared {
-    pub(super) fn new(id: SandboxId, epoch: u64, clock: Arc<dyn Clock>, freeze_at: Moment) -> Self {
-        let shared = Self { id, epoch, clock, freeze_at: AtomicU64::new(0) };
+    pub(super) fn new(id: SandboxId, epoch: u64, exact: bool, clock: Arc<dyn Clock>, freeze_at: Moment) -> Self {
+        let shared = Self { id, epoch, exact, clock, freeze_at: AtomicU64::new(0) };
         shared.set_freeze_at(freeze_at);
         shared
     }
@@ -160,6 +161,12 @@ impl Lease {
         self.shared.epoch
     }
 
+    /// Whether nothing ran between the latest checkpoint and the beginning of this lease: a restore goes on exactly.
+    #[must_use]
+    pub fn is_exact(&self) -> bool {
+        self.shared.exact
+    }
+
     /// The newest checkpoint, as far as is known here.
     #[must_use]
     pub fn latest(&self) -> Option<CheckpointName> {
@@ -189,7 +196,7 @@ impl Lease {
     /// # Errors
     /// [`LeaseError`]; with [`LeaseError::WaiterGone`] neither has happened.
     pub async fn publish_and_release(&self, name: CheckpointName, to: Release) -> Result<(), LeaseError> {
-        self.ask(vec![OwnerChange::Publish(name), OwnerChange::Release], to.waiter()).await
+        self.ask(vec![OwnerChange::Publish(name), OwnerChange::Release { untouched: false }], to.waiter()).await
     }
 
     /// Gives the sandbox up as it was last published.
@@ -197,7 +204,15 @@ impl Lease {
     /// # Errors
     /// [`LeaseError`].
     pub async fn release(&self, to: Release) -> Result<(), LeaseError> {
-        self.ask(vec![OwnerChange::Release], to.waiter()).await
+        self.ask(vec![OwnerChange::Release { untouched: false }], to.waiter()).await
+    }
+
+    /// Gives up a sandbox that did not run here.
+    ///
+    /// # Errors
+    /// [`LeaseError`].
+    pub async fn release_untouched(&self) -> Result<(), LeaseError> {
+        self.ask(vec![OwnerChange::Release { untouched: true }], None).await
     }
 
     /// Sends a waiter away.
@@ -313,7 +328,7 @@ impl Command {
             && self.changes.iter().all(|change| match change {
                 OwnerChange::Publish(name) => record.latest == Some(*name),
                 OwnerChange::Answer { to, .. } => !record.waited_on_by(*to),
-                OwnerChange::Release | OwnerChange::Bury { .. } => false,
+                OwnerChange::Release { .. } | OwnerChange::Bury { .. } => false,
             });
         if done {
             self.reply_with(Ok(()));
