@@ -58,7 +58,7 @@ impl Leases {
         let tenure = Tenure::counted_from(counted_from);
         let standing = if counted_from.is_some() { Standing::Held } else { Standing::Frozen };
         let latest = current.as_ref().and_then(|stored| stored.record.latest);
-        let (view, seen) = watch::channel(View { standing, waiter: None, latest });
+        let (view, seen) = watch::channel(View { standing, waiter: None, latest, renewals: 0 });
         let (sender, commands) = mpsc::channel(MAX_COMMANDS);
         let shared = Arc::new(Shared::new(id, holder.epoch, Arc::clone(&self.clock), tenure.freeze_at(&self.terms)));
         let held = Held::new(Lease::new(Arc::clone(&shared), sender, seen.clone()), seen);
@@ -203,6 +203,7 @@ impl Driver {
         self.current = Some(stored.clone());
         self.show(&stored);
         self.note_time();
+        self.view.send_modify(|view| view.renewals += 1);
         Flow::Go
     }
 
