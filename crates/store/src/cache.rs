@@ -103,7 +103,11 @@ impl Cache {
         match first {
             Err(Error::Local { source, .. }) if source.raw_os_error() == Some(nix::libc::ENOSPC) => {
                 let inner = Arc::clone(&self.inner);
-                blocking(move || Ok(inner.evict(0))).await?;
+                blocking(move || {
+                    inner.evict(0);
+                    Ok(())
+                })
+                .await?;
                 self.load(manifest, limit).await
             }
             other => other,

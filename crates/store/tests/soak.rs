@@ -79,7 +79,6 @@ async fn a_large_sandbox_is_saved_and_loaded_in_little_memory() {
     let saving = peak() - before;
     drop(saved);
     forget_peak();
-    let before = peak();
     let into = local.path().join("loaded");
     fs::create_dir(&into).unwrap();
     Loader::new(volume, ChunkIndex::default()).load(&prepared.manifest, &into, u64::MAX).await.unwrap();
