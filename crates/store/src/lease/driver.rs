@@ -9,7 +9,10 @@ mod handle;
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use sandboxer_protocol::SandboxId;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{
+    mpsc::{self, error::TryRecvError},
+    watch,
+};
 
 pub use self::handle::{Held, Lease, LeaseError, LeaseEvent, LeaseEvents, LostReason, Release};
 use self::{
@@ -90,10 +93,8 @@ impl Driver {
         let mut look_at = self.now() + self.leases.terms.owner_poll;
         loop {
             self.note_time();
-            while self.pending.len() < MAX_COMMANDS
-                && let Ok(command) = self.commands.try_recv()
-            {
-                self.pending.push_back(command);
+            if self.take_commands() {
+                return;
             }
             if self.has_work() {
                 match self.advance().await {
@@ -121,6 +122,18 @@ impl Driver {
                 () = self.leases.clock.sleep_until(wake) => {}
             }
         }
+    }
+
+    /// True if nobody wants the lease any more, and nobody waits for an answer.
+    fn take_commands(&mut self) -> bool {
+        while self.pending.len() < MAX_COMMANDS {
+            match self.commands.try_recv() {
+                Ok(command) => self.pending.push_back(command),
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => return self.pending.is_empty(),
+            }
+        }
+        false
     }
 
     fn has_work(&self) -> bool {
