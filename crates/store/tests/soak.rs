@@ -1,5 +1,7 @@
 //! Memory: however large the sandbox, a save and a load stay within their bound. `SANDBOXER_SOAK` makes it 2 GiB.
 
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
