@@ -12,19 +12,30 @@ async fn create(server: &Server) -> Ws {
 }
 
 /// Saves the sandbox and returns its id.
-async fn checkpoint(mut ws: Ws, request: Value) -> String {
+async fn checkpoint(ws: Ws, request: Value) -> String {
+    let (id, said) = checkpoint_with_output(ws, request).await;
+    assert!(said.is_empty(), "nothing runs: {said:?}");
+    id
+}
+
+/// Saves the sandbox and returns its id, and what a program that is saved along said meanwhile.
+async fn checkpoint_with_output(mut ws: Ws, request: Value) -> (String, Vec<Value>) {
+    let mut said = Vec::new();
     ws.send(request).await;
     for status in ["SANDBOX_CHECKPOINTING", "SANDBOX_CHECKPOINTED"] {
-        // A program that is saved along may say something before either.
         loop {
             match ws.next().await {
                 message if message["status"] == status => break,
-                message => assert!(matches!(message["event"].as_str(), Some("stdout" | "stderr" | "stdin_ack")), "{message}"),
+                message if message["event"] == "stdin_ack" => {}
+                message => {
+                    assert!(matches!(message["event"].as_str(), Some("stdout" | "stderr")), "{message}");
+                    said.push(message);
+                }
             }
         }
     }
     ws.expect_close(1000).await;
-    ws.sandbox_id.clone()
+    (ws.sandbox_id.clone(), said)
 }
 
 /// Attaches where the sandbox is not in memory.
@@ -78,7 +89,7 @@ async fn a_saved_sandbox_goes_on_at_another_server_with_files_memory_and_process
     let created = volume.metadata(&id);
     assert_eq!((&created["status"], &created["idle_timeout"]), (&json!("created"), &json!(300.0)), "{created}");
     assert!(volume.record(&id)["owner"].is_string() && volume.record(&id)["latest"].is_null());
-    ws.bash(LIFE).await.ok();
+    let _ = ws.bash(LIFE).await.ok();
     let counted = |text: &str| text.lines().nth(1).unwrap().split(' ').next().unwrap().parse::<u64>().unwrap();
     let before = ws.bash(LOOK).await.ok().to_owned();
     checkpoint(ws, json!({"action": "checkpoint"})).await;
@@ -149,7 +160,10 @@ while reader.is_alive():
                 _ => panic!("{message}"),
             }
         }
-        checkpoint(ws, json!({"action": "checkpoint", "include_execution": true})).await;
+        let (_, said) = checkpoint_with_output(ws, json!({"action": "checkpoint", "include_execution": true})).await;
+        for message in said {
+            if message["event"] == "stdout" { out.take(&message) } else { err.take(&message) }
+        }
         (ws, _) = restore(&servers[round % 2], &id).await;
         ws.send(json!({"action": "reconnect", "execution_id": "e", "stdout_offset": out.bytes.len(), "stderr_offset": err.bytes.len()}))
             .await;
@@ -198,7 +212,7 @@ async fn a_terminal_with_a_half_typed_line_goes_on_where_it_was() {
             seen += message["data"].as_str().unwrap();
         }
     }
-    checkpoint(ws, json!({"action": "checkpoint", "include_execution": true})).await;
+    checkpoint_with_output(ws, json!({"action": "checkpoint", "include_execution": true})).await;
     let (mut ws, _) = restore(&b, &id).await;
     ws.send(json!({"action": "reconnect", "execution_id": "t"})).await;
     assert_eq!(ws.next().await["event"], "resumed");
@@ -234,7 +248,7 @@ async fn a_sandbox_that_can_not_be_saved_is_kept_running() {
     let volume = Volume::default();
     let server = volume.serve();
     let mut ws = Ws::create(&server).await;
-    ws.bash("echo kept > f").await.ok();
+    let _ = ws.bash("echo kept > f").await.ok();
     ws.send(json!({"action": "checkpoint"})).await;
     ws.expect_status("SANDBOX_CHECKPOINTING").await;
     ws.expect_status("SANDBOX_CHECKPOINT_ERROR").await;
@@ -247,7 +261,7 @@ async fn a_sandbox_that_can_not_be_saved_is_kept_running() {
     // A volume that can't be written any longer.
     let mut ws = create(&server).await;
     let id = ws.sandbox_id.clone();
-    ws.bash("echo kept > f").await.ok();
+    let _ = ws.bash("echo kept > f").await.ok();
     let dir = volume.path().join(&id).join("checkpoints");
     fs::write(&dir, "in the way").unwrap();
     ws.send(json!({"action": "checkpoint"})).await;
@@ -377,7 +391,7 @@ async fn an_idle_sandbox_is_saved_and_comes_back() {
     let server = volume.serve();
     let mut ws = Ws::create_with(&server, json!({"enable_checkpoint": true, "idle_timeout": 1})).await;
     let id = ws.sandbox_id.clone();
-    ws.bash("echo kept > f").await.ok();
+    let _ = ws.bash("echo kept > f").await.ok();
     ws.close().await;
     sandboxer_e2e::eventually("it is saved and released", sandboxer_e2e::DEADLINE, || volume.record(&id)["owner"].is_null()).await;
     sandboxer_e2e::eventually("it runs no longer", sandboxer_e2e::DEADLINE, || server.sandbox_processes().is_empty()).await;
@@ -426,7 +440,7 @@ async fn an_instance_without_the_image_fetches_it_from_the_volume() {
     let volume = Volume::default();
     let a = volume.serve();
     let mut ws = create(&a).await;
-    ws.bash("echo kept > f").await.ok();
+    let _ = ws.bash("echo kept > f").await.ok();
     let id = checkpoint(ws, json!({"action": "checkpoint"})).await;
     let images = tempfile::tempdir().unwrap();
     let b: Server = Options::default()

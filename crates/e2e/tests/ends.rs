@@ -8,7 +8,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use sandboxer_e2e::{Options, Server, User, Ws, eventually, host, shared};
+use sandboxer_e2e::{Options, Server, User, Ws, as_both_users, eventually, host, shared, shared_as};
 use serde_json::json;
 
 /// `SANDBOX_ERROR` with its reason → `error` → close 4000; and then `SANDBOX_NOT_FOUND` with the same message, also after a restart.
@@ -92,10 +92,10 @@ async fn a_sandbox_ends_with_its_lifetime_whoever_is_attached() {
     is_remembered(&server, &id, message).await;
 }
 
-/// Its programs are killed before it comes to that, so what grows here is gVisor's own memory, which no program can be blamed for.
-#[tokio::test]
-async fn a_sandbox_that_the_host_kills_for_its_memory_says_so() {
-    let server = shared();
+/// Its programs are killed before it comes to that, so what grows here is gVisor's own memory, which no program can be blamed for. The host's
+/// cgroup sees to it, and where there is none, the server.
+async fn a_sandbox_whose_gvisor_takes_too_much_memory_is_killed_and_says_so(user: User) {
+    let server = shared_as(user);
     let mut neighbour = Ws::create(server).await;
     let mut ws = Ws::create_with(server, json!({"limits": {"memory_mb": 64}})).await;
     let code = "
@@ -131,3 +131,5 @@ async fn a_limit_that_nobody_can_enforce_is_refused_to_who_asks_for_it_and_no_on
     let mut ws = Ws::create_with(&server, json!({"limits": {"memory_mb": 128, "pids": 32, "disk_mb": 64}})).await;
     ws.expect_alive().await;
 }
+
+as_both_users!(a_sandbox_whose_gvisor_takes_too_much_memory_is_killed_and_says_so);

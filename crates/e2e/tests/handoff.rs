@@ -107,7 +107,7 @@ async fn an_attached_client_keeps_its_sandbox_unless_it_was_made_to_give_way() {
     kept.expect_alive().await;
 
     let mut giving = Ws::create_with(&a, json!({"enable_checkpoint": true, "enable_sandbox_handoff": true})).await;
-    giving.bash("echo kept > f").await.ok();
+    let _ = giving.bash("echo kept > f").await.ok();
     let id = giving.sandbox_id.clone();
     let mut ws = Ws::open(&b, &format!("/attach/{id}")).await;
     ws.expect_status("SANDBOX_RESTORING").await;
@@ -125,7 +125,7 @@ async fn a_server_that_was_killed_takes_up_what_it_holds_and_gives_it_on() {
     let (mut a, b) = (volume.serve(), volume.serve());
     let mut ws = Ws::create_with(&a, json!({"enable_checkpoint": true})).await;
     let id = ws.sandbox_id.clone();
-    ws.bash("echo kept > f").await.ok();
+    let _ = ws.bash("echo kept > f").await.ok();
     a.kill9();
     a.restart();
     let (mut ws, running) = attach(&a, &id).await;
@@ -143,11 +143,11 @@ async fn what_an_instance_left_that_died_comes_back_from_its_last_save_and_says_
     let (mut a, b) = (volume.serve(), volume.serve());
     let mut ws = Ws::create_with(&a, json!({"enable_checkpoint": true})).await;
     let id = ws.sandbox_id.clone();
-    ws.bash("echo saved > f").await.ok();
+    let _ = ws.bash("echo saved > f").await.ok();
     ws.close().await;
     eventually("the disconnect is saved", sandboxer_e2e::DEADLINE, || volume.record(&id)["latest"].is_string()).await;
     let mut ws = Ws::attach(&a, &id).await;
-    ws.bash("echo lost > f").await.ok();
+    let _ = ws.bash("echo lost > f").await.ok();
     // The machine burns down.
     a.kill9();
     for process in a.sandbox_processes() {

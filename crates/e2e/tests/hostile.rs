@@ -109,7 +109,13 @@ except OSError as error: print(made, error)
 
 /// It may take its sandbox along, but says so, and nobody else.
 async fn a_fork_bomb_hurts_nobody_else(user: User) {
-    attack(user, json!({"limits": {"pids": 64}}), "bash", "f() { f | f & }; f 2>/dev/null; wait").await;
+    let (mut ws, ended) = attack(user, json!({"limits": {"pids": 64}}), "bash", "f() { f | f & }; f 2>/dev/null; wait").await;
+    if let Ended::Done(..) = ended {
+        // It goes on in the background, until its sandbox does not.
+        ws.send(json!({"action": "kill_sandbox"})).await;
+        ws.expect_status("SANDBOX_KILLING").await;
+        ws.expect_status("SANDBOX_KILLED").await;
+    }
 }
 
 /// While it is still at it, too: the neighbour has its share of the machine, and the bomb's time is over when it is over.

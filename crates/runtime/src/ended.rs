@@ -7,7 +7,7 @@ use tokio::sync::watch;
 /// Why a sandbox is gone. The texts say what happened, with the end of the boot log where there is one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum End {
-    /// The host killed it because it went over the memory limit of its cgroup.
+    /// It went over its memory limit, gVisor's own kernel included, and was killed by the host's cgroup or, where there is none, by the runtime.
     OutOfMemory,
     /// By a signal from outside.
     Killed,

@@ -60,6 +60,9 @@ const TAKE_UP: Duration = Duration::from_secs(60);
 /// How long the server waits for that before it serves.
 const TAKE_UP_FIRST: Duration = Duration::from_secs(10);
 
+/// How long a sandbox that is taken up waits to hear that it is still this instance's.
+const CERTAIN_WITHIN: Duration = Duration::from_secs(5);
+
 /// Why a sandbox was not made. The message says what to do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
@@ -541,6 +544,8 @@ impl Manager {
             // Whether it is still this instance's is the first thing that its lease finds out.
             (Some(checkpoints), Some(epoch)) => {
                 let held = checkpoints.leases.resume(id, epoch);
+                // While the volume does not answer the sandbox stands still, which its lease sees to.
+                let _ = tokio::time::timeout(CERTAIN_WITHIN, held.lease.certain()).await;
                 Some(self.keep(&record, &wire, Arc::clone(checkpoints), held))
             }
             _ => None,

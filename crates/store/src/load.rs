@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt, TryStreamExt, stream};
-use object_store::ObjectStoreExt;
+use object_store::{GetOptions, GetResultPayload, ObjectStore, ObjectStoreExt};
 use tokio::sync::Semaphore;
 
 use self::plan::{Span, spans, wanted_spans};
@@ -24,7 +24,7 @@ use crate::pack::{self, Decoder};
 use crate::volume::Volume;
 
 /// Spans that are fetched while others are decoded.
-const READ_AHEAD: usize = 4;
+const READ_AHEAD: usize = 2;
 const LOADS_AT_ONCE: usize = 2;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -107,9 +107,9 @@ impl Loader {
         let decodes = fetches.map(move |(fetched, span)| {
             let work = Arc::clone(&work);
             async move {
-                let bytes = fetched?;
-                let length = bytes.len() as u64;
-                let done = tokio::task::spawn_blocking(move || work.decode(&span, &bytes)).await.map_err(|_| Error::Interrupted)?;
+                let part = fetched?;
+                let length = span.range.end - span.range.start;
+                let done = tokio::task::spawn_blocking(move || work.decode(&span, &part)).await.map_err(|_| Error::Interrupted)?;
                 match done {
                     Ok(()) => Ok(length),
                     Err(Trouble::Chunk { pack, chunk }) => Err(self.diagnose(manifest, pack, Some(chunk)).await),
@@ -120,17 +120,25 @@ impl Loader {
         decodes.buffer_unordered(self.workers)
     }
 
-    async fn fetch(&self, manifest: &Manifest, span: &Span) -> Result<Bytes> {
+    /// The part of a pack. From a directory it is only opened here: the worker that decodes it reads it into the buffer that it has.
+    async fn fetch(&self, manifest: &Manifest, span: &Span) -> Result<Part> {
         let Some(pack) = manifest.packs().get(span.pack) else { return Err(Error::Interrupted) };
         let path = layout::pack(manifest.tenant(), pack.id);
-        let length = span.range.end - span.range.start;
-        match self.volume.store().get_range(&path, span.range.clone()).await {
-            Ok(bytes) if bytes.len() as u64 == length => Ok(bytes),
-            Err(error) if !matches!(error, object_store::Error::NotFound { .. }) => match self.diagnose(manifest, span.pack, None).await {
+        let options = GetOptions::new().with_range(Some(span.range.clone()));
+        let got = match self.volume.store().get_opts(&path, options).await {
+            Ok(got) if got.range == span.range => match got.payload {
+                GetResultPayload::File(file, _) => Ok(Part::File(file)),
+                GetResultPayload::Stream(_) => got.bytes().await.map(Part::Bytes),
+            },
+            Ok(_) => return Err(self.diagnose(manifest, span.pack, None).await),
+            Err(error) => Err(error),
+        };
+        match got {
+            Ok(part) => Ok(part),
+            Err(error) => match self.diagnose(manifest, span.pack, None).await {
                 Error::Interrupted => Err(Error::volume("read", &path, error)),
                 damage => Err(damage),
             },
-            _ => Err(self.diagnose(manifest, span.pack, None).await),
         }
     }
 
@@ -178,6 +186,17 @@ enum Sink {
     Nowhere,
 }
 
+enum Part {
+    File(File),
+    Bytes(Bytes),
+}
+
+/// What a worker keeps between spans.
+struct Tools {
+    decoder: Decoder,
+    input: Vec<u8>,
+}
+
 enum Trouble {
     Chunk { pack: usize, chunk: Chunk },
     Write(Error),
@@ -187,19 +206,32 @@ struct Work {
     chunk_key: [u8; 32],
     sink: Sink,
     /// Between spans; as many as there are workers.
-    idle: Mutex<Vec<Decoder>>,
+    idle: Mutex<Vec<Tools>>,
 }
 
 impl Work {
-    fn decode(&self, span: &Span, bytes: &[u8]) -> std::result::Result<(), Trouble> {
+    fn decode(&self, span: &Span, part: &Part) -> std::result::Result<(), Trouble> {
         let broken = |source| Trouble::Write(Error::Local { verb: "start", path: "zstd".into(), source });
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut decoder = idle.map_or_else(Decoder::new, Ok).map_err(broken)?;
+        let start = || Ok(Tools { decoder: Decoder::new()?, input: Vec::new() });
+        let mut tools = idle.map_or_else(start, Ok).map_err(broken)?;
+        let bytes: &[u8] = match part {
+            Part::Bytes(bytes) => bytes,
+            Part::File(file) => {
+                tools.input.resize((span.range.end - span.range.start) as usize, 0);
+                let read = file.read_exact_at(&mut tools.input, span.range.start);
+                if let (Err(_), Some((first, _))) = (read, span.chunks.first()) {
+                    // Cut off since it was opened, or the disk fails: what can't be read is not right.
+                    return Err(Trouble::Chunk { pack: span.pack, chunk: *first });
+                }
+                &tools.input
+            }
+        };
         for (chunk, offset) in &span.chunks {
             let from = (u64::from(chunk.offset) - span.range.start) as usize;
             let stored = bytes.get(from..from + chunk.stored as usize);
             let raw = stored
-                .and_then(|stored| decoder.decode(&self.chunk_key, chunk, stored))
+                .and_then(|stored| tools.decoder.decode(&self.chunk_key, chunk, stored))
                 .ok_or(Trouble::Chunk { pack: span.pack, chunk: *chunk })?;
             if let Sink::Files(files) = &self.sink
                 && let Some((file, path)) = files.get(span.file)
@@ -207,7 +239,7 @@ impl Work {
                 file.write_all_at(raw, *offset).map_err(|source| Trouble::Write(Error::local("write", path, source)))?;
             }
         }
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(decoder);
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(tools);
         Ok(())
     }
 }

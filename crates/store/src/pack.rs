@@ -13,7 +13,7 @@ use crate::manifest::{Chunk, ChunkHash, Codec};
 
 pub const HEAD_BYTES: usize = 32;
 /// A pack is closed when it has this much. Two of them are in memory during a save.
-pub const TARGET_BYTES: usize = 16 << 20;
+pub const TARGET_BYTES: usize = 12 << 20;
 
 const MAGIC: [u8; 8] = *b"SBXPACK\n";
 const FORMAT: u32 = 1;

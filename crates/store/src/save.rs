@@ -25,7 +25,7 @@ use futures_util::{StreamExt, stream};
 use object_store::{ObjectStoreExt, PutMode};
 use tokio::sync::{Semaphore, mpsc};
 
-use self::job::{FullPack, Job, Piece};
+use self::job::{Job, Pack, Piece};
 use crate::contract::{About, Contract};
 use crate::error::{Error, Fault, Result};
 use crate::index::{ChunkIndex, Place, places};
@@ -230,10 +230,10 @@ impl Saver {
         Ok(Attempt { pieces, known, relied: HashMap::new() })
     }
 
-    async fn upload(self, tenant: Tenant, pack: FullPack) -> Result<(PackId, u64)> {
-        let FullPack { id, bytes, permit } = pack;
-        let (path, length) = (layout::pack(tenant, id), bytes.len() as u64);
-        match self.volume.put(&path, bytes.into(), PutMode::Create).await {
+    async fn upload(self, tenant: Tenant, pack: Pack) -> Result<(PackId, u64)> {
+        let Pack { id, pieces, bytes, permit } = pack;
+        let (path, length) = (layout::pack(tenant, id), bytes as u64);
+        match self.volume.put(&path, pieces.into_iter().collect(), PutMode::Create).await {
             // The name is random: only this very write, its reply lost, can have made it.
             Err(Error::Exists { .. }) if self.volume.pack_bytes(tenant, id).await? == Some(length) => {}
             other => other?,

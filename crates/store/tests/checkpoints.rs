@@ -1,5 +1,7 @@
 //! Crash safety: whatever a power cut or a kill leaves behind, the newest complete checkpoint loads and nothing on the volume is broken.
 
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;

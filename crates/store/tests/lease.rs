@@ -187,7 +187,20 @@ async fn what_was_let_go_is_not_written() {
     let volume = Volume::new();
     let before = volume.create("a").await;
     let version = volume.there();
+    volume.records.inject([RecordFault::Unavailable, RecordFault::LostRequest]);
     drop(before);
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(volume.there(), version);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_let_go_while_the_store_fails_is_not_written_either() {
+    let volume = Volume::new();
+    let owner = volume.create("a").await;
+    let version = volume.there();
+    volume.records.inject(std::iter::repeat_n(RecordFault::Unavailable, 40));
+    sleep(Duration::from_secs(7)).await;
+    drop(owner);
     sleep(Duration::from_secs(60)).await;
     assert_eq!(volume.there(), version);
 }

@@ -1,5 +1,7 @@
 //! Memory: however large the sandbox, a save and a load stay within their bound. `SANDBOXER_SOAK` makes it 2 GiB.
 
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
@@ -79,7 +81,6 @@ async fn a_large_sandbox_is_saved_and_loaded_in_little_memory() {
     let saving = peak() - before;
     drop(saved);
     forget_peak();
-    let before = peak();
     let into = local.path().join("loaded");
     fs::create_dir(&into).unwrap();
     Loader::new(volume, ChunkIndex::default()).load(&prepared.manifest, &into, u64::MAX).await.unwrap();

@@ -1,5 +1,7 @@
 //! The task that follows one sandbox from its start to its end, and tells why it ended.
 
+mod growth;
+
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -58,9 +60,16 @@ impl Watch {
     /// Follows a sandbox that runs.
     pub(super) async fn follow(self, dir: PathBuf, cgroup: SandboxCgroup, process: Arc<Process>) {
         self.started.send_replace(Started::Running(Arc::clone(&process)));
-        process.ended().await;
+        let outgrew = tokio::select! {
+            () = process.ended() => false,
+            () = growth::too_large(process.identity().pid, &dir, &cgroup) => {
+                process.kill();
+                process.ended().await;
+                true
+            }
+        };
         let end = process.reap();
-        self.ended.tell(why_ended(end, &dir, &cgroup));
+        self.ended.tell(if outgrew { End::OutOfMemory } else { why_ended(end, &dir, &cgroup) });
     }
 }
 

@@ -25,7 +25,7 @@ impl SavedState {
         Self {
             version: VERSION,
             created_at: record.created_at,
-            marker: record.marker.clone(),
+            marker: record.marker,
             owner: record.owner.clone(),
             generation: record.generation,
             config: record.config.clone(),

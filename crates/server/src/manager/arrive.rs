@@ -233,6 +233,17 @@ impl Restorer {
         Err(format!("{name} could not be restored: {failure}"))
     }
 
+    /// Ends what was restored, if it has no driver yet that would.
+    pub(crate) async fn take_back(&self) -> bool {
+        let taken = self.restored.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(Restored { record, running, place }) = taken else { return false };
+        drop(running);
+        let resources = sandboxer_runtime::HostResources::default();
+        self.manager.discard(&self.manager.launch(&record, resources)).await;
+        drop(place);
+        true
+    }
+
     fn keep_boot_log(&self, dir: &std::path::Path) {
         let kept = self.manager.settings.data_dir.join("failed-restores");
         if let Ok(log) = std::fs::read(dir.join("boot.log"))

@@ -157,6 +157,12 @@ impl Host for SandboxHost {
     }
 
     async fn stop(&self, why: Ending) {
+        if let Some(restorer) = &self.restorer
+            && restorer.take_back().await
+        {
+            warn!(?why, "the sandbox was restored, and ended before anybody had it");
+            return;
+        }
         let _ = self.commands.send(Command::End { why }).await;
         // It closes when the driver has ended.
         self.commands.closed().await;

@@ -9,7 +9,10 @@ mod handle;
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use sandboxer_protocol::SandboxId;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{
+    mpsc::{self, error::TryRecvError},
+    watch,
+};
 
 pub use self::handle::{Held, Lease, LeaseError, LeaseEvent, LeaseEvents, LostReason, Release};
 use self::{
@@ -59,7 +62,7 @@ impl Leases {
         let standing = if counted_from.is_some() { Standing::Held } else { Standing::Frozen };
         let latest = current.as_ref().and_then(|stored| stored.record.latest);
         let exact = current.as_ref().is_some_and(|stored| stored.record.resting);
-        let (view, seen) = watch::channel(View { standing, waiter: None, latest });
+        let (view, seen) = watch::channel(View { standing, waiter: None, latest, renewals: 0 });
         let (sender, commands) = mpsc::channel(MAX_COMMANDS);
         let shared = Arc::new(Shared::new(id, holder.epoch, exact, Arc::clone(&self.clock), tenure.freeze_at(&self.terms)));
         let held = Held::new(Lease::new(Arc::clone(&shared), sender, seen.clone()), seen);
@@ -91,10 +94,8 @@ impl Driver {
         let mut look_at = self.now() + self.leases.terms.owner_poll;
         loop {
             self.note_time();
-            while self.pending.len() < MAX_COMMANDS
-                && let Ok(command) = self.commands.try_recv()
-            {
-                self.pending.push_back(command);
+            if self.take_commands() {
+                return;
             }
             if self.has_work() {
                 match self.advance().await {
@@ -122,6 +123,18 @@ impl Driver {
                 () = self.leases.clock.sleep_until(wake) => {}
             }
         }
+    }
+
+    /// True if nobody wants the lease any more, and nobody waits for an answer.
+    fn take_commands(&mut self) -> bool {
+        while self.pending.len() < MAX_COMMANDS {
+            match self.commands.try_recv() {
+                Ok(command) => self.pending.push_back(command),
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => return self.pending.is_empty(),
+            }
+        }
+        false
     }
 
     fn has_work(&self) -> bool {
@@ -204,6 +217,7 @@ impl Driver {
         self.current = Some(stored.clone());
         self.show(&stored);
         self.note_time();
+        self.view.send_modify(|view| view.renewals += 1);
         Flow::Go
     }
 

@@ -22,7 +22,7 @@ use sandboxer_protocol::SandboxId;
 use tokio_util::sync::CancellationToken;
 
 pub use self::{keeper::Keeper, save::SaveError};
-use super::{Held, Leases, LostReason, Sought};
+use super::{Held, LeaseError, Leases, LostReason, Sought};
 use crate::{layout::CheckpointName, record::InstanceId};
 
 /// Whether a waiter gets the sandbox.
@@ -97,12 +97,14 @@ pub async fn arrive<H: Host>(leases: &Leases, id: SandboxId, host: Arc<H>, give_
     };
     match restored {
         // A restore may take longer than a lease: nobody hears that it runs before that is certain.
-        Ok(()) => match held.certain().await {
+        Ok(()) => match held.lease.certain().await {
             Ok(()) => Arrival::Running(keep(leases, held, host)),
-            Err(reason) => {
+            Err(LeaseError::Lost(reason)) => {
                 host.stop(Ending::Lost(reason)).await;
                 Arrival::NotHeld(Sought::HandoffInProgress)
             }
+            // The server is going away, and the sandbox stays for the next.
+            Err(error) => Arrival::NotHeld(Sought::Unavailable(error.to_string())),
         },
         Err(reason) => {
             // Nobody else should have to wait for the lease to run out; if this can't be written, they do.

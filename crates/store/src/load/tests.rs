@@ -136,7 +136,8 @@ async fn verify_tells_every_checkpoint_that_a_fault_hurts_and_where_to_go_back_t
 
     let path = here.file(&layout::pack(Tenant::open(), shared.id));
     let mut bytes = fs::read(&path).unwrap();
-    bytes[pack::HEAD_BYTES + 10] ^= 1;
+    let both = second.chunks().iter().find(|chunk| second.packs()[chunk.pack as usize] == shared).unwrap();
+    bytes[both.offset as usize] ^= 1;
     fs::write(&path, bytes).unwrap();
     let faults = verified(&here).await;
     assert_eq!(faults.len(), 2, "{faults:?}");

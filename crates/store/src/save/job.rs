@@ -33,23 +33,13 @@ pub(super) struct Piece {
     pub(super) reused: bool,
 }
 
-/// A pack ready to be written. Its permit is its place in memory.
-pub(super) struct FullPack {
+/// A pack that fills or is full. Its permit is its place in memory.
+pub(super) struct Pack {
     pub(super) id: PackId,
-    pub(super) bytes: Bytes,
+    /// In pieces, as they were encoded: one large buffer a pack would leave holes of its size in the heap.
+    pub(super) pieces: Vec<Bytes>,
+    pub(super) bytes: usize,
     pub(super) permit: OwnedSemaphorePermit,
-}
-
-struct OpenPack {
-    id: PackId,
-    bytes: Vec<u8>,
-    permit: OwnedSemaphorePermit,
-}
-
-impl OpenPack {
-    fn close(self) -> FullPack {
-        FullPack { id: self.id, bytes: self.bytes.into(), permit: self.permit }
-    }
 }
 
 pub(super) struct Job {
@@ -58,7 +48,7 @@ pub(super) struct Job {
     reader: Mutex<Reader>,
     known: Mutex<HashMap<ChunkHash, Place>>,
     index: ChunkIndex,
-    open: Mutex<Option<OpenPack>>,
+    open: Mutex<Option<Pack>>,
     pieces: Mutex<Vec<Piece>>,
     stopped: CancellationToken,
     memory: Arc<Semaphore>,
@@ -97,7 +87,7 @@ impl Job {
     }
 
     /// A worker, until the files are at their end.
-    pub(super) fn work(&self, full: &mpsc::Sender<FullPack>) -> Result<()> {
+    pub(super) fn work(&self, full: &mpsc::Sender<Pack>) -> Result<()> {
         let mut encoder = Encoder::new().map_err(|source| Error::Local { verb: "start", path: "zstd".into(), source })?;
         let mut buffer = vec![0; BATCH];
         let mut batch = Batch::default();
@@ -146,23 +136,24 @@ impl Job {
     }
 
     /// Puts the new chunks of a batch into the open pack, together, so that they can be read together.
-    fn append(&self, batch: &mut Batch, full: &mpsc::Sender<FullPack>) -> Result<()> {
+    fn append(&self, batch: &mut Batch, full: &mpsc::Sender<Pack>) -> Result<()> {
         if batch.encoded.is_empty() {
             return Ok(());
         }
+        let encoded = Bytes::copy_from_slice(&batch.encoded);
         let mut open = lock(&self.open);
-        if open.as_ref().is_some_and(|pack| pack.bytes.len() + batch.encoded.len() > self.pack_bytes)
+        if open.as_ref().is_some_and(|pack| pack.bytes + batch.encoded.len() > self.pack_bytes)
             && let Some(pack) = open.take()
         {
-            full.blocking_send(pack.close()).map_err(|_| Error::Interrupted)?;
+            full.blocking_send(pack).map_err(|_| Error::Interrupted)?;
         }
         let pack = match &mut *open {
             Some(pack) => pack,
             none => none.insert(self.new_pack()?),
         };
-        let base = pack.bytes.len();
-        pack.bytes.extend_from_slice(&batch.encoded);
-        let id = pack.id;
+        let (id, base) = (pack.id, pack.bytes);
+        pack.bytes += encoded.len();
+        pack.pieces.push(encoded);
         drop(open);
 
         let mut known = lock(&self.known);
@@ -177,17 +168,15 @@ impl Job {
     }
 
     /// Waits until there is room in memory.
-    fn new_pack(&self) -> Result<OpenPack> {
+    fn new_pack(&self) -> Result<Pack> {
         let room = self.stopped.run_until_cancelled(Arc::clone(&self.memory).acquire_owned());
         let permit = self.runtime.block_on(room).and_then(std::result::Result::ok).ok_or(Error::Interrupted)?;
         let id = PackId::random();
-        let mut bytes = Vec::with_capacity(self.pack_bytes);
-        bytes.extend_from_slice(&pack::head(id));
-        Ok(OpenPack { id, bytes, permit })
+        Ok(Pack { id, pieces: vec![Bytes::copy_from_slice(&pack::head(id))], bytes: pack::HEAD_BYTES, permit })
     }
 
-    pub(super) fn last_pack(&self) -> Option<FullPack> {
-        lock(&self.open).take().map(OpenPack::close)
+    pub(super) fn last_pack(&self) -> Option<Pack> {
+        lock(&self.open).take()
     }
 
     /// The chunks in the order of the files, and all that is known now.

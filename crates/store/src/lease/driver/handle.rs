@@ -83,6 +83,7 @@ pub(super) struct View {
     pub(super) standing: Standing,
     pub(super) waiter: Option<Waiter>,
     pub(super) latest: Option<CheckpointName>,
+    pub(super) renewals: u64,
 }
 
 pub(super) struct Shared {
@@ -116,24 +117,6 @@ impl Held {
     pub(super) fn new(lease: Lease, view: watch::Receiver<View>) -> Self {
         let told = view.borrow().standing.clone();
         Self { lease, events: LeaseEvents { view, told, waiter: None, open: true } }
-    }
-}
-
-impl Held {
-    /// Waits until it is certain that the lease is held, which it no longer is after something that took long, or that it is lost.
-    pub(in crate::lease) async fn certain(&self) -> Result<(), LostReason> {
-        let mut view = self.lease.view.clone();
-        loop {
-            match &view.borrow_and_update().standing {
-                Standing::Lost(reason) => return Err(reason.clone()),
-                Standing::Released => return Err(LostReason::Released),
-                Standing::Held | Standing::Frozen if self.lease.may_act() => return Ok(()),
-                Standing::Held | Standing::Frozen => {}
-            }
-            if view.changed().await.is_err() {
-                return Err(LostReason::Released);
-            }
-        }
     }
 }
 
@@ -179,6 +162,24 @@ impl Lease {
     pub fn may_act(&self) -> bool {
         let freeze_at = Duration::from_nanos(self.shared.freeze_at.load(Ordering::Acquire));
         self.shared.clock.now() < Moment(freeze_at)
+    }
+
+    /// Waits until it is certain that the lease is held, as it may not be after something that took long, or that it is lost.
+    ///
+    /// # Errors
+    /// It is lost, or nobody keeps it any more.
+    pub async fn certain(&self) -> Result<(), LeaseError> {
+        let mut view = self.view.clone();
+        loop {
+            // Renewals are told too, so that none is missed between these two.
+            view.mark_unchanged();
+            if self.may_act() {
+                return Ok(());
+            }
+            if matches!(view.borrow().standing, Standing::Lost(_) | Standing::Released) || view.changed().await.is_err() {
+                return Err(self.ended());
+            }
+        }
     }
 
     /// Makes a checkpoint count, all of which is durable. Returns when that is settled.

@@ -95,9 +95,10 @@ impl<H: Host> Saver<H> {
         Ok(())
     }
 
+    /// Lets the sandbox go on, if a save holds it and as soon as its lease allows.
     async fn go_on(&self) {
-        self.still.store(false, Ordering::Release);
-        if self.lease.may_act() {
+        if self.still.load(Ordering::Acquire) && self.lease.certain().await.is_ok() {
+            self.still.store(false, Ordering::Release);
             self.host.thaw().await;
         }
     }
