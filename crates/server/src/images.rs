@@ -43,16 +43,6 @@ impl Images {
         self.base.borrow().clone()
     }
 
-    /// The base image once it is there; none if it can't be prepared.
-    pub(crate) async fn base_when_ready(&self) -> Option<PathBuf> {
-        let mut base = self.base.subscribe();
-        let settled = base.wait_for(|base| !matches!(base, BaseImage::Preparing { .. })).await.ok()?;
-        match &*settled {
-            BaseImage::Ready(path) => Some(path.clone()),
-            BaseImage::Preparing { .. } | BaseImage::Failed(_) => None,
-        }
-    }
-
     /// Builds the base image if it is not there. Blocks for a minute then: call it from a thread that may.
     pub fn prepare(&self) {
         let Some(store) = &self.store else { return };

@@ -69,7 +69,6 @@ impl Server {
         };
         let manager = Manager::open(settings, runtime, images, host)?;
         manager.take_up_all().await;
-        manager.keep_base_image();
         Ok(Self { manager, listener, metrics, connections: TaskTracker::new(), closing: CancellationToken::new() })
     }
 

@@ -84,17 +84,6 @@ impl Manager {
         self.checkpoints.is_some()
     }
 
-    /// Puts the base image on the volume as soon as there is one, so that no save waits for that.
-    pub(crate) fn keep_base_image(&self) {
-        let Some(checkpoints) = self.checkpoints.clone() else { return };
-        let images = self.images.clone();
-        self.drivers.spawn(async move {
-            if let Some(base) = images.base_when_ready().await {
-                checkpoints.keep_image(base);
-            }
-        });
-    }
-
     /// What the volume has of a sandbox, before anything is locked. None: nothing.
     pub(crate) async fn saved(&self, id: SandboxId) -> Option<Saved> {
         match self.checkpoints.as_ref()?.look(id).await {
