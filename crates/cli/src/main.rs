@@ -7,6 +7,7 @@ mod doctor;
 mod image;
 mod run;
 mod serve;
+mod store;
 
 use std::process::ExitCode;
 
@@ -31,6 +32,8 @@ enum Command {
     Run(run::RunArgs),
     /// Make, list and remove the images that sandboxes start from
     Image(image::Args),
+    /// List and check what is kept on the volume of checkpoints
+    Store(store::Args),
     /// Say in plain words what works on this machine and what does not
     Doctor(doctor::Args),
 }
@@ -48,6 +51,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Image(args) => image::run(args),
+        Command::Store(args) => store::run(&args),
         Command::Doctor(args) => doctor::run(&args),
     };
     result.unwrap_or_else(|error| {

@@ -360,11 +360,18 @@ async fn a_damaged_checkpoint_is_told_precisely_and_nothing_is_changed() {
         ws.expect_error("restore_failed").await;
         ws.expect_close(4000).await;
         assert_eq!(volume.contents(), before, "{what}: nothing is changed");
+        let verified = sandboxer_e2e::command().args(["store", "verify", "--checkpoint-path"]).arg(volume.path()).output().unwrap();
+        assert_eq!(verified.status.code(), Some(1), "{what}: {verified:?}");
         assert!(b.sandbox_processes().is_empty(), "{what}");
         fs::write(&manifest, &whole).unwrap();
         fs::write(pack, &packed).unwrap();
     }
     assert!(record.exists());
+    let verified = sandboxer_e2e::command().args(["store", "verify", "--checkpoint-path"]).arg(volume.path()).output().unwrap();
+    assert!(verified.status.success() && sandboxer_e2e::stdout_of(&verified).contains("no fault"), "{verified:?}");
+    let listed = sandboxer_e2e::command().args(["store", "ls", "--json", "--checkpoint-path"]).arg(volume.path()).output().unwrap();
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    assert_eq!((&listed["items"][0]["id"], &listed["items"][0]["status"]), (&json!(id), &json!("saved")), "{listed}");
     let (mut ws, running) = restore(&b, &id).await;
     assert!(running.get("rewound").is_none(), "nothing ran meanwhile: {running}");
     ws.expect_alive().await;
