@@ -172,7 +172,8 @@ mod tests {
         let bytes = Codec::default().encode(SandboxId::random(), &record()).unwrap();
         let value: Value = serde_json::from_slice(&bytes).unwrap();
         let expected = json!({"format": 1, "owner": "one", "timestamp": 1_800_000_000, "epoch": 1, "sequence": 1, "renewed": 1,
-            "nonce": "00000000000000000000000000000007", "latest": null, "waiter": null, "answer": null, "tombstone": null});
+            "nonce": "00000000000000000000000000000007", "latest": null, "resting": false, "waiter": null, "answer": null,
+            "tombstone": null});
         assert_eq!(value, expected);
     }
 
