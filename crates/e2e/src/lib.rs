@@ -34,7 +34,7 @@ pub use volume::Volume;
 pub use ws::{Incoming, Ws};
 
 /// How long anything may take that is expected to come. Generous: the machine may be busy with other things.
-pub const DEADLINE: Duration = Duration::from_secs(30);
+pub const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Whether the large counts are wanted.
 #[must_use]
