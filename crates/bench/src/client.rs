@@ -39,19 +39,23 @@ enum Incoming {
 }
 
 impl Client {
-    async fn connect(address: SocketAddr) -> Result<Self> {
+    async fn connect(address: SocketAddr, path: &str) -> Result<Self> {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let config = WebSocketConfig::default().max_message_size(None).max_frame_size(None);
-        let (socket, _) = client_async_with_config(format!("ws://{address}/create"), stream, Some(config)).await?;
+        let (socket, _) = client_async_with_config(format!("ws://{address}{path}"), stream, Some(config)).await?;
         Ok(Self { socket, sandbox_id: String::new() })
     }
 
     /// Creates a sandbox, its configuration sent first. The time is from before the connection to `SANDBOX_RUNNING`.
     pub(crate) async fn create(address: SocketAddr) -> Result<(Self, f64)> {
+        Self::create_with(address, &json!({"idle_timeout": 600})).await
+    }
+
+    pub(crate) async fn create_with(address: SocketAddr, config: &Value) -> Result<(Self, f64)> {
         let begun = Instant::now();
-        let mut client = Self::connect(address).await?;
-        client.send(&json!({"idle_timeout": 600})).await?;
+        let mut client = Self::connect(address, "/create").await?;
+        client.send(config).await?;
         loop {
             let message = client.other().await?;
             if let Some(id) = message["sandbox_id"].as_str() {
@@ -63,10 +67,22 @@ impl Client {
         }
     }
 
+    /// Becomes the client of a sandbox, wherever it is. The time is from before the connection to `SANDBOX_RUNNING`.
+    pub(crate) async fn attach(address: SocketAddr, sandbox_id: &str) -> Result<(Self, f64)> {
+        let begun = Instant::now();
+        let mut client = Self::connect(address, &format!("/attach/{sandbox_id}")).await?;
+        sandbox_id.clone_into(&mut client.sandbox_id);
+        while client.other().await?["status"] != "SANDBOX_RUNNING" {}
+        let taken = ms_since(begun);
+        client.send(&json!({"action": "reconnect"})).await?;
+        while client.other().await?["event"] != "resumed" {}
+        Ok((client, taken))
+    }
+
     /// Creates a sandbox by a request as the first message. The time is from before the connection to the first byte of output.
     pub(crate) async fn create_to_output(address: SocketAddr, program: &Program) -> Result<(Self, f64)> {
         let begun = Instant::now();
-        let mut client = Self::connect(address).await?;
+        let mut client = Self::connect(address, "/create").await?;
         client.request(program).await?;
         let mut first = None;
         loop {
@@ -101,6 +117,45 @@ impl Client {
                 Incoming::Other(_) => {}
             }
         }
+    }
+
+    /// Starts a program that goes on, and waits until it has printed something.
+    pub(crate) async fn start(&mut self, code: &str, printed: u64) -> Result<()> {
+        self.send(&json!({"language": "python", "code": code})).await?;
+        self.printed(printed).await
+    }
+
+    /// Gives the program a line of input, and waits until its output ends somewhere.
+    pub(crate) async fn ask(&mut self, line: &str, printed: u64) -> Result<()> {
+        self.send(&json!({"event": "stdin", "data": format!("{line}\n")})).await?;
+        self.printed(printed).await
+    }
+
+    async fn printed(&mut self, end: u64) -> Result<()> {
+        loop {
+            match self.next().await? {
+                Incoming::Output(at) if at >= end => return Ok(()),
+                Incoming::Other(message) if message["status"] == "SANDBOX_EXECUTION_DONE" => bail!("it has ended: {message}"),
+                _ => {}
+            }
+        }
+    }
+
+    /// Saves the sandbox with what runs in it. The time is from the request to `SANDBOX_CHECKPOINTED`.
+    pub(crate) async fn checkpoint(mut self) -> Result<f64> {
+        let begun = Instant::now();
+        self.send(&json!({"action": "checkpoint", "include_execution": true})).await?;
+        while self.other().await?["status"] != "SANDBOX_CHECKPOINTED" {}
+        let taken = ms_since(begun);
+        self.leave().await?;
+        Ok(taken)
+    }
+
+    /// Goes away.
+    pub(crate) async fn leave(mut self) -> Result<()> {
+        timeout(CLOSE_LIMIT, self.socket.close(None)).await.context("the server does not close")?.ok();
+        while let Some(Ok(_)) = timeout(CLOSE_LIMIT, self.socket.next()).await.context("the server does not close")? {}
+        Ok(())
     }
 
     /// Ends the sandbox, and waits until it is gone.

@@ -23,6 +23,7 @@ mod raw;
 mod report;
 mod rounds;
 mod samples;
+mod saves;
 mod server;
 mod timing;
 
@@ -38,7 +39,7 @@ use sandboxer_runtime::{become_subreaper, userns};
 
 use crate::{
     bare::Bare, client::Client, machine::Machine, package::Package, raw::Raw, rounds::Bench, samples::Samples, samples::Summary,
-    server::Server,
+    saves::Saves, server::Server,
 };
 
 /// Measures sandboxer against raw runsc and gVisor's own Python package.
@@ -60,9 +61,9 @@ struct Args {
     /// What the throughput programs print, in MiB
     #[arg(long, default_value_t = 64, value_name = "MIB")]
     stdout_mib: usize,
-    /// Measure the throughput of stdout alone
-    #[arg(long)]
-    stdout_only: bool,
+    /// Measure these parts alone
+    #[arg(long, value_name = "PART", value_delimiter = ',', default_value = "latency,stdout,saves,memory")]
+    only: Vec<Part>,
     /// The server's binary; without it, the one beside this one
     #[arg(long, env = "SANDBOXER_BIN", value_name = "FILE")]
     server: Option<PathBuf>,
@@ -75,6 +76,24 @@ struct Args {
     /// The Python that has the package gvisor; without it, the one that scripts/setup --bench made
     #[arg(long, env = "SANDBOXER_BENCH_PYTHON", value_name = "FILE")]
     python: Option<PathBuf>,
+}
+
+/// What can be measured by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// Creating, and short programs.
+    Latency,
+    /// The throughput of stdout.
+    Stdout,
+    /// Checkpoint, restore, handoff.
+    Saves,
+    /// The memory of idle sandboxes.
+    Memory,
+}
+
+impl Part {
+    #[cfg(test)]
+    const ALL: [Self; 4] = [Self::Latency, Self::Stdout, Self::Saves, Self::Memory];
 }
 
 fn main() -> Result<ExitCode> {
@@ -114,7 +133,7 @@ async fn run(args: &Args, home: &Path) -> Result<bool> {
         eprintln!("sandboxer-bench: round {} of {}", round + 1, args.rounds);
         bench.round(round).await.with_context(|| format!("round {}", round + 1))?;
     }
-    if args.idle_sandboxes > 0 {
+    if args.idle_sandboxes > 0 && args.only.contains(&Part::Memory) {
         eprintln!("sandboxer-bench: memory of {} idle sandboxes of each kind", args.idle_sandboxes);
         bench.memory(args.idle_sandboxes).await?;
     }
@@ -131,7 +150,7 @@ async fn run(args: &Args, home: &Path) -> Result<bool> {
     if let Err(error) = bench.end().await {
         eprintln!("sandboxer-bench: while ending: {error:#}");
     }
-    let bars = report::bars(&samples);
+    let bars = report::bars(&samples, &args.only);
     print!("{}", report::table(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS));
     let json = report::json(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS, package_error.as_deref());
     let json = serde_json::to_vec_pretty(&json)?;
@@ -152,7 +171,7 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
         fs::create_dir(directory)?;
     }
     let binary = args.server.clone().unwrap_or_else(|| beside.join("sandboxer"));
-    let server = Server::start(&binary, runsc, args.image_dir.as_deref(), &server_home).await?;
+    let server = Server::start(&binary, runsc, args.image_dir.as_deref(), &server_home, None).await?;
     let (client, _) = Client::create(server.address).await.context("the first sandbox of the server")?;
     let image = server.image_of(&client.sandbox_id)?;
     let mut raw = Raw::open(runsc.to_owned(), &raw_home, image.clone()).await?;
@@ -166,7 +185,9 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
             (None, Some(format!("{error:#}")))
         }
     };
+    let saves = if args.only.contains(&Part::Saves) { Some(start_saves(args, &binary, runsc, home).await?) } else { None };
     Ok(Bench {
+        saves,
         raw,
         raw_sandbox,
         bare,
@@ -178,6 +199,20 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
         samples: Samples::default(),
         spins: Vec::new(),
         stdout_mib: args.stdout_mib,
-        stdout_only: args.stdout_only,
+        parts: args.only.clone(),
+    })
+}
+
+/// Two servers that share a volume.
+async fn start_saves(args: &Args, binary: &Path, runsc: &Path, home: &Path) -> Result<Saves> {
+    let [one, other, volume, work] = ["one", "other", "volume", "work"].map(|name| home.join(name));
+    for directory in [&one, &other, &volume, &work] {
+        fs::create_dir(directory)?;
+    }
+    Ok(Saves {
+        one: Server::start(binary, runsc, args.image_dir.as_deref(), &one, Some(&volume)).await?,
+        other: Server::start(binary, runsc, args.image_dir.as_deref(), &other, Some(&volume)).await?,
+        volume,
+        work,
     })
 }

@@ -19,7 +19,7 @@ use nix::{
     unistd::{Pid, mkfifo},
 };
 use sandboxer_protocol::agent::{AgentConfig, MARKER_BYTES, Marker};
-use sandboxer_runsc::{Features, Files, Global, Run, Runsc, SandboxSpec};
+use sandboxer_runsc::{Checkpoint, Features, Files, Global, Restore, Run, Runsc, SandboxSpec};
 use sandboxer_runtime::{
     Ended, Instance,
     link::{self, Link},
@@ -90,27 +90,50 @@ impl Raw {
 
     /// Starts a sandbox. The time is from the spawning of `runsc run` until the agent has answered over its FIFO.
     pub(crate) async fn create(&mut self) -> Result<(RawSandbox, f64)> {
+        let marker = Marker::new(rand::random::<[u8; MARKER_BYTES]>());
+        let image = self.image.clone();
+        self.launch(&image, &marker, None).await
+    }
+
+    /// Starts a sandbox from a checkpoint. The time is from the spawning of `runsc restore` until the agent has answered over its FIFO.
+    pub(crate) async fn restore(&mut self, image: &Path, marker: &Marker, from: &Path) -> Result<(RawSandbox, f64)> {
+        self.launch(image, marker, Some(from)).await
+    }
+
+    /// `runsc checkpoint` of a sandbox whose state is in `state`, which goes on.
+    pub(crate) async fn checkpoint(&self, state: PathBuf, id: &str, into: &Path) -> Result<f64> {
+        let runsc = Runsc::new(self.binary.clone(), Global { root: state, features: self.runsc.global().features.clone() });
+        fs::create_dir(into)?;
+        let checkpoint = Checkpoint { id: id.to_owned(), into: into.to_owned(), leave_running: true };
+        let begun = Instant::now();
+        runsc.checkpoint(&checkpoint, LIMIT).await?;
+        Ok(ms_since(begun))
+    }
+
+    async fn launch(&mut self, image: &Path, marker: &Marker, from: Option<&Path>) -> Result<(RawSandbox, f64)> {
         self.next += 1;
         // Of one length: runsc takes a beginning for the whole.
         let id = format!("raw-{:06}", self.next);
         let dir = self.home.join(&id);
         fs::create_dir_all(dir.join("rootfs"))?;
-        let marker = Marker::new(rand::random::<[u8; MARKER_BYTES]>());
-        let config = serde_json::to_string(&agent_config(&marker))?;
-        let spec = SandboxSpec { image: self.image.clone(), env: vec![format!("{}={config}", AgentConfig::VARIABLE)] };
+        let config = serde_json::to_string(&agent_config(marker))?;
+        let spec = SandboxSpec { image: image.to_owned(), env: vec![format!("{}={config}", AgentConfig::VARIABLE)] };
         fs::write(dir.join("config.json"), spec.to_json()?)?;
         let ends = Ends::create(&dir)?;
         let files = Files { log: dir.join("runsc.log"), boot_log: None, panic_log: dir.join("panic.log") };
         let run = Run { id: id.clone(), bundle: dir.clone(), pid_file: dir.join("pid"), files };
         let begun = Instant::now();
-        let mut child = self.runsc.spawn_run(&run, ends.guest_stdin, ends.guest_stdout)?;
+        let mut child = match from {
+            None => self.runsc.spawn_run(&run, ends.guest_stdin, ends.guest_stdout)?,
+            Some(from) => self.runsc.spawn_restore(&Restore { run, image: from.to_owned() }, ends.guest_stdin, ends.guest_stdout)?,
+        };
         // Nobody tells of its end, which nobody asks for.
         let (_, ended) = Ended::channel();
         let instance = Instance { from_agent: Box::new(ends.from_agent), to_agent: Box::new(ends.to_agent), ended };
-        let opened = link::open(instance, &marker, LIMIT).await;
+        let opened = link::open(instance, marker, LIMIT).await;
         let taken = ms_since(begun);
-        let status = timeout(CALL_LIMIT, child.wait()).await.context("runsc run does not end")??;
-        ensure!(status.success(), "runsc run ended with {status}: {}", fs::read_to_string(dir.join("runsc.log")).unwrap_or_default());
+        let status = timeout(CALL_LIMIT, child.wait()).await.context("runsc does not end")??;
+        ensure!(status.success(), "runsc ended with {status}: {}", fs::read_to_string(dir.join("runsc.log")).unwrap_or_default());
         Ok((RawSandbox { id, dir, _link: opened? }, taken))
     }
 

@@ -6,6 +6,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
+    Part,
     machine::Machine,
     samples::{Column, Row, Samples, percentile},
 };
@@ -28,43 +29,89 @@ enum Bound {
 }
 
 struct Definition {
+    part: Part,
     name: &'static str,
     of: (Row, Column),
     to: (Row, Column),
     bound: Bound,
 }
 
-const BARS: [Definition; 4] = [
+/// Of runsc's own checkpoint, one sync of its bytes, and hashing and compressing them on all cores.
+pub(crate) const CHECKPOINT_AT_MOST: f64 = 1.3;
+/// Of runsc's own restore, and decompressing and hashing on all cores.
+pub(crate) const UNCACHED_AT_MOST: f64 = 1.3;
+
+const BARS: [Definition; 9] = [
     Definition {
+        part: Part::Latency,
         name: "cold create : raw `runsc run` until the agent answers",
         of: (Row::Create, Column::Server),
         to: (Row::Create, Column::Raw),
         bound: Bound::AtMost(1.25),
     },
     Definition {
+        part: Part::Latency,
         name: "bash echo, request to DONE : a bare spawn as the agent measures it",
         of: (Row::EchoDone, Column::Server),
         to: (Row::EchoAgent, Column::Server),
         bound: Bound::AtMost(1.3),
     },
     Definition {
+        part: Part::Stdout,
         name: "stdout by 64 KiB writes : what the FIFO carries",
         of: (Row::StdoutLarge, Column::Server),
         to: (Row::StdoutLarge, Column::Fifo),
         bound: Bound::AtLeast(0.6),
     },
     Definition {
+        part: Part::Stdout,
         name: "stdout by 4 KiB writes : what the FIFO carries",
         of: (Row::StdoutSmall, Column::Server),
         to: (Row::StdoutSmall, Column::Fifo),
         bound: Bound::AtLeast(0.6),
     },
+    Definition {
+        part: Part::Saves,
+        name: "checkpoint until durable : runsc checkpoint + sync + BLAKE3 and zstd -1 of the same bytes",
+        of: (Row::Checkpoint, Column::Server),
+        to: (Row::Checkpoint, Column::Raw),
+        bound: Bound::AtMost(CHECKPOINT_AT_MOST),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "MiB written by the next checkpoint : one contiguous MiB that changed",
+        of: (Row::SecondWrites, Column::Server),
+        to: (Row::SecondWrites, Column::Raw),
+        bound: Bound::AtMost(5.0),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "restore, data in the cache : raw `runsc restore`",
+        of: (Row::RestoreCached, Column::Server),
+        to: (Row::RestoreCached, Column::Raw),
+        bound: Bound::AtMost(1.15),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "restore, data on the volume : raw `runsc restore` + zstd back and BLAKE3",
+        of: (Row::RestoreUncached, Column::Server),
+        to: (Row::RestoreUncached, Column::Raw),
+        bound: Bound::AtMost(UNCACHED_AT_MOST),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "handoff : the bars of a checkpoint and of a restore from the volume",
+        of: (Row::Handoff, Column::Server),
+        to: (Row::Handoff, Column::Raw),
+        bound: Bound::AtMost(1.3),
+    },
 ];
 
-/// What is missing is missed.
-pub(crate) fn bars(samples: &Samples) -> Vec<Bar> {
+/// The bars of some parts. What is missing is missed.
+pub(crate) fn bars(samples: &Samples, parts: &[Part]) -> Vec<Bar> {
     BARS.iter()
-        .map(|Definition { name, of, to, bound }| {
+        .filter(|bar| parts.contains(&bar.part))
+        .map(|Definition { name, of, to, bound, .. }| {
             let median = |(row, column): (Row, Column)| samples.summary(row, column).map(|summary| summary.p50);
             let ratio = median(*of).zip(median(*to)).map_or(f64::NAN, |(of, to)| of / to);
             let pairs = samples.get(of.0, of.1).iter().zip(samples.get(to.0, to.1));
@@ -86,7 +133,7 @@ pub(crate) fn table(samples: &Samples, bars: &[Bar], machine: &Machine, rounds: 
     };
     let heads = Column::ALL.map(|column| format!("{:>19}", column.title())).concat();
     line(format!("{:<42}{heads}", "p50 / p99"));
-    for row in Row::ALL {
+    for row in Row::ALL.into_iter().filter(|row| Column::ALL.iter().any(|column| !samples.get(*row, *column).is_empty())) {
         let cells = Column::ALL.map(|column| match samples.summary(row, column) {
             Some(summary) if summary.count > 1 => format!("{:>19}", format!("{} / {}", short(summary.p50), short(summary.p99))),
             Some(summary) => format!("{:>19}", short(summary.p50)),
@@ -165,7 +212,7 @@ mod tests {
             samples.add(Row::Create, Column::Server, server);
             samples.add(Row::Create, Column::Raw, raw);
         }
-        let bars = bars(&samples);
+        let bars = bars(&samples, &Part::ALL);
         assert!(bars[0].met && (bars[0].ratio - 1.2).abs() < 1e-9, "{:?}", bars[0]);
         assert!(bars[1..].iter().all(|bar| !bar.met));
     }

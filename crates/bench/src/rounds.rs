@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result};
 
 use crate::{
+    Part,
     bare::Bare,
     client::Client,
     machine,
@@ -13,6 +14,7 @@ use crate::{
     programs::{self, Program},
     raw::{Raw, RawSandbox},
     samples::{Column, Row, Samples},
+    saves::Saves,
     server::Server,
     timing::Timing,
 };
@@ -50,17 +52,25 @@ pub(crate) struct Bench {
     pub(crate) samples: Samples,
     pub(crate) spins: Vec<f64>,
     pub(crate) stdout_mib: usize,
-    pub(crate) stdout_only: bool,
+    pub(crate) parts: Vec<Part>,
+    pub(crate) saves: Option<Saves>,
 }
 
 impl Bench {
     pub(crate) async fn round(&mut self, round: usize) -> Result<()> {
         self.spins.push(machine::spin());
-        if !self.stdout_only {
+        if self.parts.contains(&Part::Latency) {
             self.latencies(round).await?;
             self.spins.push(machine::spin());
         }
-        self.throughput(round).await
+        if self.parts.contains(&Part::Stdout) {
+            self.throughput(round).await?;
+        }
+        if let Some(saves) = &self.saves {
+            saves.round(&mut self.raw, &mut self.samples).await?;
+            self.spins.push(machine::spin());
+        }
+        Ok(())
     }
 
     async fn latencies(&mut self, round: usize) -> Result<()> {
@@ -226,6 +236,9 @@ impl Bench {
         self.bare.remove().await?;
         self.raw.remove(self.raw_sandbox).await?;
         self.server.end().await?;
+        if let Some(saves) = self.saves {
+            saves.end().await?;
+        }
         match self.package {
             Some(package) => package.end().await,
             None => Ok(()),

@@ -21,10 +21,19 @@ pub(crate) enum Row {
     StdoutSmall,
     Memory,
     MemoryOfServer,
+    RunscCheckpoint,
+    Sync,
+    Compress,
+    Decompress,
+    Checkpoint,
+    SecondWrites,
+    RestoreCached,
+    RestoreUncached,
+    Handoff,
 }
 
 impl Row {
-    pub(crate) const ALL: [Self; 13] = [
+    pub(crate) const ALL: [Self; 22] = [
         Self::Create,
         Self::CreateToOutput,
         Self::EchoFirst,
@@ -38,6 +47,15 @@ impl Row {
         Self::StdoutSmall,
         Self::Memory,
         Self::MemoryOfServer,
+        Self::RunscCheckpoint,
+        Self::Sync,
+        Self::Compress,
+        Self::Decompress,
+        Self::Checkpoint,
+        Self::SecondWrites,
+        Self::RestoreCached,
+        Self::RestoreUncached,
+        Self::Handoff,
     ];
 
     pub(crate) fn title(self) -> &'static str {
@@ -55,6 +73,15 @@ impl Row {
             Self::StdoutSmall => "stdout by 4 KiB writes, MB/s",
             Self::Memory => "memory of an idle sandbox (PSS), MiB",
             Self::MemoryOfServer => "... and of the server for it (PSS), MiB",
+            Self::RunscCheckpoint => "runsc checkpoint of 100 MiB, ms",
+            Self::Sync => "... one write and sync of its files, ms",
+            Self::Compress => "... BLAKE3 and zstd -1 on all cores, ms",
+            Self::Decompress => "... zstd back and BLAKE3 on all cores, ms",
+            Self::Checkpoint => "checkpoint until durable, ms",
+            Self::SecondWrites => "1 MiB changed, written by the next, MiB",
+            Self::RestoreCached => "restore, data in the cache, ms",
+            Self::RestoreUncached => "restore, data on the volume, ms",
+            Self::Handoff => "handoff (raw: the bars of its halves), ms",
         }
     }
 

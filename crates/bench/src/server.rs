@@ -14,6 +14,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use sandboxer_protocol::agent::Marker;
 use serde_json::Value;
 use tokio::{
     io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader},
@@ -35,7 +36,8 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    pub(crate) async fn start(binary: &Path, runsc: &Path, image_dir: Option<&Path>, home: &Path) -> Result<Self> {
+    /// Starts it; with a volume, it keeps checkpoints there.
+    pub(crate) async fn start(binary: &Path, runsc: &Path, image_dir: Option<&Path>, home: &Path, volume: Option<&Path>) -> Result<Self> {
         let data = home.join("data");
         let log = home.join("server.log");
         let mut command = Command::new(binary);
@@ -46,6 +48,9 @@ impl Server {
         command.arg("--runsc").arg(runsc);
         if let Some(image_dir) = image_dir {
             command.arg("--image-dir").arg(image_dir);
+        }
+        if let Some(volume) = volume {
+            command.arg("--checkpoint-path").arg(volume);
         }
         let mut child = command
             .env_remove("PORT")
@@ -90,6 +95,18 @@ impl Server {
         let spec: Value = serde_json::from_slice(&fs::read(&path).with_context(|| path.display().to_string())?)?;
         let image = spec["annotations"]["dev.gvisor.spec.rootfs.source"].as_str().context("its OCI spec names no image")?;
         Ok(image.into())
+    }
+
+    /// What opens a conversation with the agent of a sandbox.
+    pub(crate) fn marker_of(&self, sandbox_id: &str) -> Result<Marker> {
+        let path = self.data.join("sandboxes").join(sandbox_id).join("record.json");
+        let record: Value = serde_json::from_slice(&fs::read(&path).with_context(|| path.display().to_string())?)?;
+        Ok(serde_json::from_value(record["marker"].clone())?)
+    }
+
+    /// Where runsc keeps the state of the sandboxes.
+    pub(crate) fn runsc_state(&self) -> PathBuf {
+        self.data.join("runsc")
     }
 
     pub(crate) async fn end(mut self) -> Result<()> {

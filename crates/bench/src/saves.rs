@@ -1,0 +1,207 @@
+//! Checkpoint, restore and handoff against what they are made of: runsc's own part and the work on the same bytes, in the same round.
+//!
+//! The sandbox holds 100 MiB of live memory, half of it compressible, in a Python that goes on through all of it.
+
+use std::{
+    fs::{self, File},
+    io::Write as _,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Instant,
+};
+
+use anyhow::{Context as _, Result, anyhow};
+use serde_json::json;
+
+use crate::{
+    client::Client,
+    raw::{Raw, ms_since},
+    report::{CHECKPOINT_AT_MOST, UNCACHED_AT_MOST},
+    samples::{Column, Row, Samples},
+    server::Server,
+};
+
+const PIECE_BYTES: usize = 1 << 20;
+/// Prints 6 bytes when it is ready and 2 for each line of input, before which it changes one contiguous MiB.
+const PROGRAM: &str = "\
+import os, sys
+random = bytearray(os.urandom(50 << 20))
+text = bytearray(b''.join(b'%07d %08x\\n' % (n, n * 2654435761 % 4294967296) for n in range((50 << 20) // 17)))
+print('ready', end='\\n', flush=True)
+for number, line in enumerate(sys.stdin):
+    random[number << 20:(number + 1) << 20] = os.urandom(1 << 20)
+    sys.stdout.write('x\\n')
+    sys.stdout.flush()
+";
+
+pub(crate) struct Saves {
+    pub(crate) one: Server,
+    pub(crate) other: Server,
+    pub(crate) volume: PathBuf,
+    pub(crate) work: PathBuf,
+}
+
+impl Saves {
+    pub(crate) async fn round(&self, raw: &mut Raw, samples: &mut Samples) -> Result<()> {
+        let (mut client, _) = Client::create_with(self.one.address, &json!({"idle_timeout": 600, "enable_checkpoint": true})).await?;
+        let id = client.sandbox_id.clone();
+        let (image, marker) = (self.one.image_of(&id)?, self.one.marker_of(&id)?);
+        client.start(PROGRAM, 6).await.context("the program")?;
+        // The base image goes to the volume once, beside the first sandbox.
+        image_is_there(&self.volume).await?;
+
+        let files = self.work.join("raw-image");
+        let checkpoint = raw.checkpoint(self.one.runsc_state(), &id, &files).await.context("raw checkpoint")?;
+        let bytes = read(&files)?;
+        let sync = write_and_sync(&bytes, &self.work.join("sync"))?;
+        let (compress, packed) = compress(&bytes)?;
+        let decompress = decompress(&packed)?;
+        drop((bytes, packed));
+        for (row, value) in
+            [(Row::RunscCheckpoint, checkpoint), (Row::Sync, sync), (Row::Compress, compress), (Row::Decompress, decompress)]
+        {
+            samples.add(row, Column::Raw, value);
+        }
+        let save_parts = checkpoint + sync + compress;
+        samples.add(Row::Checkpoint, Column::Raw, save_parts);
+        samples.add(Row::Checkpoint, Column::Server, client.checkpoint().await.context("checkpoint")?);
+
+        let (sandbox, restore) = raw.restore(&image, &marker, &files).await.context("raw restore")?;
+        raw.remove(sandbox).await?;
+        fs::remove_dir_all(&files)?;
+        let (mut client, cached) = Client::attach(self.one.address, &id).await.context("restore from the cache")?;
+        samples.add(Row::RestoreCached, Column::Raw, restore);
+        samples.add(Row::RestoreCached, Column::Server, cached);
+
+        client.ask("", 8).await?;
+        let before = packs_mib(&self.volume)?;
+        client.checkpoint().await.context("the second checkpoint")?;
+        samples.add(Row::SecondWrites, Column::Raw, 1.0);
+        samples.add(Row::SecondWrites, Column::Server, packs_mib(&self.volume)? - before);
+
+        let (client, uncached) = Client::attach(self.other.address, &id).await.context("restore from the volume")?;
+        let restore_parts = restore + decompress;
+        samples.add(Row::RestoreUncached, Column::Raw, restore_parts);
+        samples.add(Row::RestoreUncached, Column::Server, uncached);
+
+        // At once: the save that follows a disconnect has not begun.
+        client.leave().await?;
+        let (mut client, handoff) = Client::attach(self.one.address, &id).await.context("handoff")?;
+        samples.add(Row::Handoff, Column::Raw, CHECKPOINT_AT_MOST * save_parts + UNCACHED_AT_MOST * restore_parts);
+        samples.add(Row::Handoff, Column::Server, handoff);
+        client.ask("", 10).await.context("the program after all of it")?;
+        client.kill().await
+    }
+
+    pub(crate) async fn end(self) -> Result<()> {
+        self.one.end().await?;
+        self.other.end().await
+    }
+}
+
+async fn image_is_there(volume: &Path) -> Result<()> {
+    let images = volume.join("images");
+    let begun = Instant::now();
+    while !fs::read_dir(&images).is_ok_and(|entries| entries.flatten().any(|entry| entry.path().extension().is_some_and(|e| e == "img"))) {
+        anyhow::ensure!(begun.elapsed() < crate::raw::LIMIT, "the base image does not come to the volume");
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
+    Ok(())
+}
+
+/// The files of a checkpoint, one after the other.
+fn read(dir: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        bytes.extend(fs::read(entry?.path())?);
+    }
+    Ok(bytes)
+}
+
+fn write_and_sync(bytes: &[u8], path: &Path) -> Result<f64> {
+    let begun = Instant::now();
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    let taken = ms_since(begun);
+    fs::remove_file(path)?;
+    Ok(taken)
+}
+
+fn compress(bytes: &[u8]) -> Result<(f64, Vec<Vec<u8>>)> {
+    let pieces: Vec<&[u8]> = bytes.chunks(PIECE_BYTES).collect();
+    let begun = Instant::now();
+    let packed = on_all_cores(
+        &pieces,
+        || zstd::bulk::Compressor::new(1),
+        |piece, zstd| {
+            std::hint::black_box(blake3::hash(piece));
+            zstd.compress(piece)
+        },
+    )?;
+    Ok((ms_since(begun), packed))
+}
+
+fn decompress(packed: &[Vec<u8>]) -> Result<f64> {
+    let begun = Instant::now();
+    on_all_cores(packed, zstd::bulk::Decompressor::new, |piece, zstd| {
+        let bytes = zstd.decompress(piece, PIECE_BYTES)?;
+        Ok(std::hint::black_box(blake3::hash(&bytes)))
+    })?;
+    Ok(ms_since(begun))
+}
+
+/// Each core takes the next piece.
+fn on_all_cores<P: Sync, C, T: Send>(
+    pieces: &[P],
+    context: impl Fn() -> std::io::Result<C> + Sync,
+    work: impl Fn(&P, &mut C) -> std::io::Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let next = AtomicUsize::new(0);
+    let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+    let core = || -> std::io::Result<Vec<(usize, T)>> {
+        let (mut context, mut done) = (context()?, Vec::new());
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            let Some(piece) = pieces.get(number) else { return Ok(done) };
+            done.push((number, work(piece, &mut context)?));
+        }
+    };
+    let mut all = Vec::new();
+    std::thread::scope(|scope| -> Result<()> {
+        let cores: Vec<_> = (0..cores).map(|_| scope.spawn(core)).collect();
+        for core in cores {
+            all.extend(core.join().map_err(|_| anyhow!("a core's work failed"))??);
+        }
+        Ok(())
+    })?;
+    all.sort_unstable_by_key(|(number, _)| *number);
+    Ok(all.into_iter().map(|(_, value)| value).collect())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "some MiB")]
+fn packs_mib(volume: &Path) -> Result<f64> {
+    fn bytes(dir: &Path) -> Result<u64> {
+        let mut sum = 0;
+        for entry in fs::read_dir(dir)? {
+            let entry = entry?;
+            let meta = entry.metadata()?;
+            sum += if meta.is_dir() { bytes(&entry.path())? } else { meta.len() };
+        }
+        Ok(sum)
+    }
+    Ok(bytes(&volume.join("packs"))? as f64 / PIECE_BYTES as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_compressed_comes_back_in_order() {
+        let bytes: Vec<u8> = (0..5 * PIECE_BYTES + 17).map(|n| (n / 4096) as u8).collect();
+        let (_, packed) = compress(&bytes).unwrap();
+        let back: Vec<u8> = packed.iter().flat_map(|piece| zstd::bulk::decompress(piece, PIECE_BYTES).unwrap()).collect();
+        assert!(back == bytes && decompress(&packed).unwrap() > 0.0);
+    }
+}
