@@ -38,6 +38,10 @@ pub(crate) enum Request {
     Kill {
         serial: Serial,
     },
+    /// Which copy of the sandbox this is, for programs to read.
+    Generation {
+        generation: u64,
+    },
 }
 
 #[derive(Debug, Serialize, Deserialize)]

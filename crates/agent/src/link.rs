@@ -250,7 +250,14 @@ mod tests {
     }
 
     fn reply() -> FromAgent {
-        FromAgent::HelloReply { version: 1, agent: String::new(), enforced: Default::default(), execution: None, last_number: None }
+        FromAgent::HelloReply {
+            version: 1,
+            agent: String::new(),
+            enforced: Default::default(),
+            execution: None,
+            last_number: None,
+            identifies: true,
+        }
     }
 
     /// What a server sent before it went is heard to the end, though the answers can't be said and the end of the input is there already.

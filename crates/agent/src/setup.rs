@@ -75,7 +75,8 @@ pub(crate) fn start_init() -> io::Result<InitProcess> {
         session: true,
         terminal: false,
         group: None,
-        namespaces: libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS,
+        // The name of the host is the agent's to give; programs can't change it.
+        namespaces: libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC,
         extra: Some(theirs.as_raw_fd()),
     };
     let pid = spawn(&plan)

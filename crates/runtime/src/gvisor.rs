@@ -300,8 +300,11 @@ impl Runtime for GvisorRuntime {
         Box::pin(self.launch(launch, Some(from)))
     }
 
-    fn pause<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
-        Box::pin(async move { self.runsc.pause(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("freeze the sandbox", &error)) })
+    fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(async move {
+            save::note_interrupted(dir)?;
+            self.runsc.pause(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("freeze the sandbox", &error))
+        })
     }
 
     fn resume<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {

@@ -17,14 +17,15 @@ use std::{
 
 use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
-    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, Metadata, Prepared, SandboxStatus, Saver,
-    Source, Tenant, Volume, VolumeKey,
+    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, ManifestAt, Metadata, Prepared,
+    SandboxStatus, Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
     failpoint::FailPoints,
     key::Purpose,
     lease::{BootClock, Leases, Spawn, Terms},
     record::{Codec, DirectoryRecords, InstanceId, ReadError, Stored},
 };
 use serde_json::Value;
+use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
@@ -64,6 +65,8 @@ pub(crate) struct Checkpoints {
     images: StoredImages,
     largest_bytes: u64,
     tasks: TaskTracker,
+    /// Who saves by itself takes it.
+    pub(crate) autosaves: Arc<Semaphore>,
 }
 
 /// A sandbox at one moment, on this machine's disk.
@@ -81,6 +84,7 @@ pub(crate) struct Loaded {
     pub(crate) files: FileSet,
     pub(crate) state: SavedState,
     pub(crate) image: PathBuf,
+    pub(crate) manifest: Arc<Manifest>,
 }
 
 impl Checkpoints {
@@ -119,6 +123,7 @@ impl Checkpoints {
             work,
             largest_bytes: largest_bytes.saturating_add(ROOM_BYTES),
             tasks,
+            autosaves: Arc::new(Semaphore::new(1)),
         })
     }
 
@@ -164,6 +169,30 @@ impl Checkpoints {
         epoch: u64,
         wanted: CheckpointName,
     ) -> Result<CheckpointName, Error> {
+        let (saved, contract) = self.store(id, &capture, epoch, None).await?;
+        let Prepared { name, manifest, .. } =
+            self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await?;
+        self.adopt(manifest, &capture).await;
+        Ok(name)
+    }
+
+    /// Makes a capture a snapshot that stands on its own.
+    pub(crate) async fn put_snapshot(&self, id: SandboxId, capture: Capture, epoch: u64, name: Option<String>) -> Result<Manifest, Error> {
+        let (saved, contract) = self.store(id, &capture, epoch, name).await?;
+        let manifest = self.volume.put_snapshot(&saved, contract, SnapshotId::random()).await?;
+        self.adopt(manifest.clone(), &capture).await;
+        Ok(manifest)
+    }
+
+    /// Without it the next restore here reads the volume.
+    async fn adopt(&self, manifest: Manifest, capture: &Capture) {
+        if let Err(error) = self.cache.adopt(&Arc::new(manifest), capture.dir.path()).await {
+            warn!(error = error.whole(), "what was saved could not be kept in the cache");
+        }
+    }
+
+    /// Writes the data of a capture, to which nothing refers yet.
+    async fn store(&self, id: SandboxId, capture: &Capture, epoch: u64, name: Option<String>) -> Result<(SavedFiles, Contract), Error> {
         let tenant = tenant(capture.state.owner.as_deref());
         let mut sources = Vec::new();
         for name in FILES {
@@ -185,6 +214,7 @@ impl Checkpoints {
             parent: capture.parent,
             epoch,
             automatic: capture.automatic,
+            name,
             runsc_version: self.facts.runsc_version.clone(),
             platform: self.facts.platform.clone(),
             cpu_features: self.facts.cpu_features.clone(),
@@ -194,33 +224,54 @@ impl Checkpoints {
             state: serde_json::to_value(&capture.state).map_err(invalid)?,
             other: serde_json::Map::new(),
         };
-        let Prepared { name, manifest, .. } =
-            self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await?;
-        // Without it the next restore here reads the volume.
-        if let Err(error) = self.cache.adopt(&Arc::new(manifest), capture.dir.path()).await {
-            warn!(error = error.whole(), "what was saved could not be kept in the cache");
-        }
-        Ok(name)
+        Ok((saved, contract))
+    }
+
+    /// What was saved, once more: a new checkpoint of a sandbox with old content. Nothing counts yet.
+    pub(crate) async fn again(&self, of: &Manifest, record: &Record, after: Option<CheckpointName>) -> Result<CheckpointName, Error> {
+        let contract = of.contract().ok_or_else(|| Error::Invalid(format!("{} is not that of a sandbox", of.at())))?;
+        let parent = match of.at() {
+            ManifestAt::Checkpoint { sandbox_id, name } if sandbox_id == record.id => Some(name),
+            _ => None,
+        };
+        let contract = Contract {
+            sandbox_id: record.id,
+            created_at: jiff::Timestamp::now(),
+            parent,
+            epoch: record.epoch.unwrap_or_default(),
+            automatic: false,
+            name: None,
+            state: serde_json::to_value(SavedState::of(record)).map_err(invalid)?,
+            ..contract.clone()
+        };
+        Ok(self.volume.prepare_copy(of, contract, after).await?.name)
     }
 
     /// Everything that a restore needs, checked.
-    pub(crate) async fn load(&self, id: SandboxId, name: CheckpointName, images: &Images) -> Result<Loaded, String> {
-        let loaded = self.try_load(id, name, images).await;
-        match loaded {
-            Ok(loaded) => Ok(loaded),
-            Err(why) => {
+    pub(crate) async fn load(&self, at: ManifestAt, images: &Images) -> Result<Loaded, String> {
+        let loaded = self.try_load(at, images).await;
+        match (loaded, at) {
+            (Ok(loaded), _) => Ok(loaded),
+            (Err(why), ManifestAt::Checkpoint { sandbox_id, name }) => {
                 // Nothing is changed by looking.
-                let older = self.volume.intact_before(id, name).await.ok().flatten();
+                let older = self.volume.intact_before(sandbox_id, name).await.ok().flatten();
                 let advice = older.map(|older| format!(" The older checkpoint {older} is intact."));
                 Err(format!("{why}.{}", advice.unwrap_or_default()))
             }
+            (Err(why), _) => Err(why),
         }
     }
 
-    async fn try_load(&self, id: SandboxId, name: CheckpointName, images: &Images) -> Result<Loaded, String> {
-        let manifest = Arc::new(self.volume.checkpoint(id, name).await.map_err(|error| error.whole())?);
+    async fn try_load(&self, at: ManifestAt, images: &Images) -> Result<Loaded, String> {
+        let manifest = Arc::new(self.volume.manifest(at).await.map_err(|error| error.whole())?);
+        let name = match at {
+            ManifestAt::Checkpoint { name, .. } => name.to_string(),
+            other => other.to_string(),
+        };
         let contract = manifest.contract().ok_or_else(|| format!("{name} is not that of a sandbox"))?;
-        if contract.sandbox_id != id {
+        if let ManifestAt::Checkpoint { sandbox_id, .. } = at
+            && contract.sandbox_id != sandbox_id
+        {
             return Err(format!("{name} is that of another sandbox, {}", contract.sandbox_id));
         }
         contract.check(&self.facts.host()).map_err(|mismatch| format!("{name}: {mismatch}"))?;
@@ -231,7 +282,7 @@ impl Checkpoints {
         let image =
             self.images.find(contract.image, images).await.map_err(|why| format!("{name} needs the image {}: {why}", contract.image))?;
         let files = self.cache.files(&manifest, self.largest_bytes).await.map_err(|error| error.whole())?;
-        Ok(Loaded { files, state, image })
+        Ok(Loaded { files, state, image, manifest })
     }
 
     /// Brings the copies up to date that people and tools read.

@@ -1,6 +1,7 @@
 //! All sandboxes of this server: making them, finding them, taking them up again, bringing them from the volume, ending them.
 
 mod arrive;
+mod rollback;
 
 use std::{
     collections::{HashMap, HashSet},
@@ -13,7 +14,7 @@ use std::{
 
 use sandboxer_protocol::{
     SandboxId,
-    agent::{AgentConfig, Enforced, FromAgent, Marker},
+    agent::{AgentConfig, Enforced, FromAgent, Marker, ToAgent},
     client::{CreateConfig, ErrorCode, LimitsRequest, Network, ServerEvent, Status, StatusUpdate},
 };
 use sandboxer_runtime::{
@@ -33,7 +34,10 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{Instrument as _, info, info_span, warn};
 
-pub(crate) use self::arrive::{ArriveError, Arrived, Restorer, Saved};
+pub(crate) use self::{
+    arrive::{ArriveError, Arrived, Restorer, Saved},
+    rollback::{Going, RolledBack, Roller},
+};
 use crate::{
     checkpoints::Checkpoints,
     images::Images,
@@ -55,6 +59,8 @@ use crate::{
 
 /// Commands that may wait for a driver.
 const COMMANDS: usize = 16;
+/// Saving more often than this would be all that a sandbox does.
+const LEAST_AUTOSAVE: Duration = Duration::from_millis(500);
 /// How long the agent of a sandbox that is taken up may take to answer.
 const TAKE_UP: Duration = Duration::from_secs(60);
 /// How long the server waits for that before it serves.
@@ -230,11 +236,7 @@ impl Manager {
         let config = self.check(config)?;
         let resources = config.limits.on_the_host(&asked, &self.host)?;
         let place = self.tenants.admit(owner.as_deref())?;
-        let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() else {
-            let message =
-                format!("This server has {} sandboxes, and that is all it may have. Try again later.", self.settings.max_sandboxes);
-            return Err(CreateError::new(ErrorCode::NoCapacity, message));
-        };
+        let slot = self.slot()?;
         let image = self.images.find(image.as_deref()).await?;
         let token = new_token();
         let mut record = Record {
@@ -249,6 +251,8 @@ impl Manager {
             config,
             epoch: None,
             generation: 0,
+            container: None,
+            standby: false,
         };
         let held = self.register(&mut record).await?;
         let launch = self.launch(&record, resources);
@@ -263,8 +267,8 @@ impl Manager {
                     return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
                 }
                 let wire = Wire::default();
-                let kept = held.map(|(checkpoints, held)| self.keep(&record, &wire, checkpoints, held));
-                let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, kept);
+                let keeping = self.keep(&record, &wire, held);
+                let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, keeping);
                 Ok(Created { handle, token })
             }
             Err(why) => {
@@ -279,6 +283,16 @@ impl Manager {
         }
     }
 
+    fn slot(&self) -> Result<OwnedSemaphorePermit, CreateError> {
+        Arc::clone(&self.slots).try_acquire_owned().map_err(|_| {
+            let most = self.settings.max_sandboxes;
+            CreateError::new(
+                ErrorCode::NoCapacity,
+                format!("This server has {most} sandboxes, and that is all it may have. Try again later."),
+            )
+        })
+    }
+
     /// Everything that can be wrong with a configuration, before anything is made.
     fn check(&self, config: CreateConfig) -> Result<SandboxConfig, CreateError> {
         let refuse = |code, message: &str| Err(CreateError::new(code, message));
@@ -289,7 +303,8 @@ impl Manager {
                 "enable_checkpoint: this server keeps no checkpoints. Leave it out, or ask another server.",
             );
         }
-        if config.autosave_seconds.is_some_and(|seconds| seconds.nonzero().is_some()) {
+        let autosave = config.autosave_seconds.and_then(|seconds| seconds.nonzero()).map(|period| period.max(LEAST_AUTOSAVE));
+        if autosave.is_some() && !checkpoint {
             return refuse(ErrorCode::CheckpointNotEnabled, "autosave_seconds needs enable_checkpoint.");
         }
         if config.enable_sandbox_handoff == Some(true) && !checkpoint {
@@ -317,6 +332,7 @@ impl Manager {
             metadata: config.metadata.unwrap_or_default(),
             checkpoint,
             handoff: config.enable_sandbox_handoff == Some(true),
+            autosave,
             idle_checkpoint: checkpoint && config.enable_idle_timeout_auto_checkpoint != Some(false),
         })
     }
@@ -325,8 +341,8 @@ impl Manager {
     fn launch(&self, record: &Record, resources: HostResources) -> Launch {
         let limits = &record.config.limits;
         Launch {
-            id: record.id,
-            dir: self.dir(record.id),
+            id: record.container(),
+            dir: self.dir(record.container()),
             image: record.image.clone(),
             config: AgentConfig {
                 marker: record.marker.to_hex(),
@@ -354,13 +370,17 @@ impl Manager {
         Ok(Some((Arc::clone(checkpoints), held)))
     }
 
-    /// Keeps the lease of a sandbox that was made or taken up here.
-    fn keep(&self, record: &Record, wire: &Wire, checkpoints: Arc<Checkpoints>, held: Held) -> Kept {
-        let dir = self.dir(record.id);
-        let host = SandboxHost::new(record.id, dir, Arc::clone(&self.runtime), Arc::clone(&checkpoints), wire.sender.clone(), None);
-        host.stands_on(held.lease.latest());
-        let keeper = handoff::keep(&checkpoints.leases, held, Arc::clone(&host));
-        Kept { keeper, host, checkpoints }
+    /// How a sandbox that was made or taken up here is captured, and the keeping of its lease if it has one.
+    fn keep(&self, record: &Record, wire: &Wire, held: Option<(Arc<Checkpoints>, Held)>) -> Keeping {
+        let Some(checkpoints) = &self.checkpoints else { return Keeping::default() };
+        let place = (record.container(), self.dir(record.container()));
+        let host = SandboxHost::new(record.id, place, Arc::clone(&self.runtime), Arc::clone(checkpoints), wire.sender.clone(), None);
+        let kept = held.map(|(checkpoints, held)| {
+            host.stands_on(held.lease.latest());
+            let keeper = handoff::keep(&checkpoints.leases, held, Arc::clone(&host));
+            Kept { keeper, checkpoints }
+        });
+        Keeping { host: Some(host), kept }
     }
 
     async fn start(&self, launch: &Launch, record: &Record) -> Result<Opened, String> {
@@ -370,11 +390,14 @@ impl Manager {
     }
 
     async fn discard(&self, launch: &Launch) {
-        if let Err(error) = self.runtime.remove(launch.id, &launch.dir).await {
-            warn!(%error, "what is left of it could not be removed; the next start of the server tries again");
-            return;
+        self.remove(launch.id, &launch.dir).await;
+    }
+
+    async fn remove(&self, container: SandboxId, dir: &Path) {
+        match self.runtime.remove(container, dir).await {
+            Ok(()) => remove_dir(dir),
+            Err(error) => warn!(%error, "what is left of it could not be removed; the next start of the server tries again"),
         }
-        remove_dir(&launch.dir);
     }
 
     /// Gives a running sandbox its driver.
@@ -385,9 +408,9 @@ impl Manager {
         running: Running,
         age: Duration,
         wire: Wire,
-        kept: Option<Kept>,
+        Keeping { host, kept }: Keeping,
     ) -> Handle {
-        let (id, dir) = (record.id, self.dir(record.id));
+        let (id, dir) = (record.id, self.dir(record.container()));
         let Wire { sender, receiver: commands } = wire;
         let gone = CancellationToken::new();
         let handle = Handle {
@@ -397,12 +420,14 @@ impl Manager {
             gone: gone.clone(),
             generation: record.generation,
         };
-        let Running { reader, writer, ended, execution, next_number } = running;
+        let running = running.identified(&record);
+        let Running { reader, writer, ended, execution, next_number, .. } = running;
+        let roller = self.roller();
         let manager = Arc::clone(self);
         let token_sha256 = record.token_sha256.clone();
         let driver = Driver::new(Start {
             id,
-            dir: dir.clone(),
+            dir,
             runtime: Arc::clone(&self.runtime),
             record,
             metrics: Arc::clone(&self.metrics),
@@ -422,14 +447,15 @@ impl Manager {
             }),
             stop: self.stop.subscribe(),
             next_number,
+            host,
             kept,
-            checkpoints_configured: self.checkpoints.is_some(),
+            roller,
         });
         self.lock().insert(id, handle.clone());
         self.metrics.live.inc();
         let manager = Arc::clone(self);
         let drive = async move {
-            let Ending { outcome, removed } = driver.run().await;
+            let Ending { outcome, removed, dir } = driver.run().await;
             manager.metrics.live.dec();
             if !matches!(outcome, Outcome::LeftRunning) {
                 manager.metrics.ended.inc();
@@ -459,19 +485,27 @@ impl Manager {
     /// reason is remembered.
     pub(crate) async fn take_up_all(self: &Arc<Self>) {
         let found = match fs::read_dir(self.settings.data_dir.join("sandboxes")) {
-            Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<SandboxId>().ok()).collect(),
+            Ok(entries) => entries.flatten().filter_map(|entry| Left::read(&entry)).collect(),
             Err(error) => {
                 warn!(%error, "the data directory can't be read");
                 Vec::new()
             }
         };
-        self.taking_up.send_modify(|ids| ids.extend(&found));
+        let mut found: Vec<Left> = found;
+        step_back(&mut found);
+        // One that stands by for another has no name of its own.
+        let named = |left: &&Left| !left.record.as_ref().is_ok_and(|record| record.standby);
+        self.taking_up.send_modify(|ids| ids.extend(found.iter().filter(named).map(|left| left.id)));
         let tasks: Vec<_> = found
             .into_iter()
-            .map(|id| {
+            .map(|left| {
+                let (id, stands_by) = (left.id, !named(&&left));
                 let manager = Arc::clone(self);
                 let take_up = async move {
-                    Arc::clone(&manager).take_up(id).await;
+                    Arc::clone(&manager).take_up(left).await;
+                    if stands_by {
+                        return;
+                    }
                     manager.taking_up.send_modify(|ids| {
                         ids.remove(&id);
                     });
@@ -491,9 +525,15 @@ impl Manager {
         }
     }
 
-    async fn take_up(self: Arc<Self>, id: SandboxId) {
-        let dir = self.dir(id);
-        let (why, token_sha256) = match self.try_take_up(id, &dir).await {
+    async fn take_up(self: Arc<Self>, left: Left) {
+        let (id, container) = (left.id, left.container);
+        let dir = self.dir(container);
+        if left.record.as_ref().is_ok_and(|record| record.standby) {
+            info!(%container, "it was to take the place of another one, which goes on");
+            self.remove(container, &dir).await;
+            return;
+        }
+        let (why, token_sha256) = match self.try_take_up(left, &dir).await {
             Ok(()) => {
                 self.metrics.taken_up.inc();
                 info!("taken up");
@@ -509,22 +549,20 @@ impl Manager {
         warn!(why, "can't be taken up");
         let message = format!("The sandbox was lost when its server was restarted: {why}.");
         self.obituaries.add(id, Obituary { message, token_sha256 });
-        match self.runtime.remove(id, &dir).await {
-            Ok(()) => remove_dir(&dir),
-            Err(error) => warn!(%error, "and it could not be removed; the next start tries again"),
-        }
+        self.remove(container, &dir).await;
     }
 
-    async fn try_take_up(self: &Arc<Self>, id: SandboxId, dir: &Path) -> Result<(), NotTakenUp> {
+    async fn try_take_up(self: &Arc<Self>, left: Left, dir: &Path) -> Result<(), NotTakenUp> {
         let lost = |why: String, token_sha256: &str| NotTakenUp::Lost { why, token_sha256: token_sha256.to_owned() };
-        let record = match Record::read(dir, id) {
+        let Left { id, container, record } = left;
+        let record = match record {
             Ok(record) => record,
             Err(error @ RecordError::Version(_)) => return Err(NotTakenUp::Unknown(error.to_string())),
             Err(error) => return Err(lost(error.to_string(), "")),
         };
         // More than are allowed now may have been left: they are taken up all the same, and no new ones are made until they are fewer.
         let slot = Arc::clone(&self.slots).try_acquire_owned().ok();
-        let instance = match self.runtime.take_up(id, dir).await {
+        let instance = match self.runtime.take_up(container, dir).await {
             Ok(instance) => instance,
             Err(RuntimeError::NotFound) => return Err(lost("it no longer runs".to_owned(), &record.token_sha256)),
             Err(error) => return Err(NotTakenUp::Unknown(error.to_string())),
@@ -540,17 +578,18 @@ impl Manager {
         let age = Duration::try_from(age).unwrap_or_default();
         let place = self.tenants.readmit(record.owner.as_deref());
         let wire = Wire::default();
-        let kept = match (&self.checkpoints, record.epoch) {
+        let held = match (&self.checkpoints, record.epoch) {
             // Whether it is still this instance's is the first thing that its lease finds out.
             (Some(checkpoints), Some(epoch)) => {
                 let held = checkpoints.leases.resume(id, epoch);
                 // While the volume does not answer the sandbox stands still, which its lease sees to.
                 let _ = tokio::time::timeout(CERTAIN_WITHIN, held.lease.certain()).await;
-                Some(self.keep(&record, &wire, Arc::clone(checkpoints), held))
+                Some((Arc::clone(checkpoints), held))
             }
             _ => None,
         };
-        self.drive(record, (slot, place), running, age, wire, kept);
+        let keeping = self.keep(&record, &wire, held);
+        self.drive(record, (slot, place), running, age, wire, keeping);
         Ok(())
     }
 
@@ -564,8 +603,8 @@ impl Manager {
         }
     }
 
-    fn dir(&self, id: SandboxId) -> PathBuf {
-        self.settings.data_dir.join("sandboxes").join(id.to_string())
+    fn dir(&self, container: SandboxId) -> PathBuf {
+        self.settings.data_dir.join("sandboxes").join(container.to_string())
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<SandboxId, Handle>> {
@@ -584,6 +623,41 @@ impl Default for Wire {
     fn default() -> Self {
         let (sender, receiver) = mpsc::channel(COMMANDS);
         Self { sender, receiver }
+    }
+}
+
+/// How a sandbox is captured, where there is a volume, and its lease, where it is kept there.
+#[derive(Default)]
+struct Keeping {
+    host: Option<Arc<SandboxHost>>,
+    kept: Option<Kept>,
+}
+
+/// What an earlier server left in its data directory.
+struct Left {
+    /// Whose it is, as far as can be told.
+    id: SandboxId,
+    container: SandboxId,
+    record: Result<Record, RecordError>,
+}
+
+impl Left {
+    fn read(entry: &fs::DirEntry) -> Option<Self> {
+        let container = entry.file_name().to_str()?.parse().ok()?;
+        let record = Record::read(&entry.path(), container);
+        Some(Self { id: record.as_ref().map_or(container, |record| record.id), container, record })
+    }
+}
+
+/// Of two with one id the one that went back last goes on: the other one was about to be removed.
+fn step_back(found: &mut [Left]) {
+    let mut newest: HashMap<SandboxId, u64> = HashMap::new();
+    for record in found.iter().filter_map(|left| left.record.as_ref().ok()).filter(|record| !record.standby) {
+        let newest = newest.entry(record.id).or_default();
+        *newest = record.generation.max(*newest);
+    }
+    for record in found.iter_mut().filter_map(|left| left.record.as_mut().ok()) {
+        record.standby |= newest.get(&record.id).is_some_and(|newest| record.generation < *newest);
     }
 }
 
@@ -607,6 +681,18 @@ struct Running {
     ended: sandboxer_runtime::Ended,
     execution: Option<Execution>,
     next_number: u64,
+    /// The agent can be told who it is.
+    identifies: bool,
+}
+
+impl Running {
+    /// The agent is told who it is before it hears anything else.
+    fn identified(mut self, record: &Record) -> Self {
+        if self.identifies {
+            self.writer.queue(&ToAgent::Identify { hostname: record.hostname(), generation: record.generation });
+        }
+        self
+    }
 }
 
 /// Opens the conversation, unless the sandbox ends first.
@@ -617,11 +703,11 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
         end = ended.wait() => return Err(end.to_string()),
     };
     match opened {
-        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, last_number, .. }, reader, writer, ended }) => {
+        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, .. }, reader, writer, ended }) => {
             let last = execution.as_ref().map_or(0, |execution| execution.number).max(last_number.unwrap_or(0));
             let next_number = last.saturating_add(1);
             let execution = execution.map(Execution::taken_up);
-            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number } })
+            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies } })
         }
         Ok(_) => Err(LinkError::NotAReply.to_string()),
         // The agent's end closes a moment before the runtime knows why.

@@ -23,6 +23,8 @@ pub(crate) struct Metrics {
     pub(crate) clients: Gauge<i64, AtomicI64>,
     pub(crate) taken_up: Counter,
     pub(crate) saves: Counter,
+    pub(crate) snapshots: Counter,
+    pub(crate) rollbacks: Counter,
     pub(crate) save_failures: Counter,
     pub(crate) restores: Counter,
     pub(crate) ended: Counter,
@@ -42,6 +44,8 @@ impl Metrics {
             clients: Gauge::default(),
             taken_up: Counter::default(),
             saves: Counter::default(),
+            snapshots: Counter::default(),
+            rollbacks: Counter::default(),
             save_failures: Counter::default(),
             restores: Counter::default(),
             ended: Counter::default(),
@@ -59,6 +63,8 @@ impl Metrics {
         registry.register("live_sandboxes", "Sandboxes that run here now", self.live.clone());
         registry.register("clients", "WebSocket connections now", self.clients.clone());
         registry.register("saves", "Checkpoints made", self.saves.clone());
+        registry.register("snapshots", "Snapshots made of running sandboxes", self.snapshots.clone());
+        registry.register("rollbacks", "Sandboxes that went back to something saved", self.rollbacks.clone());
         registry.register("save_failures", "Checkpoints that could not be made; the sandbox went on", self.save_failures.clone());
         registry.register("restores", "Sandboxes restored from a checkpoint", self.restores.clone());
         registry.register("taken_up", "Sandboxes taken up from an earlier server process", self.taken_up.clone());

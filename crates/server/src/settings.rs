@@ -58,7 +58,7 @@ impl Settings {
             max_message_bytes: MAX_CLIENT_MESSAGE_BYTES,
             output_window_bytes: OUTPUT_WINDOW_BYTES,
             stdin_window_bytes: STDIN_WINDOW_BYTES,
-            start_timeout: Duration::from_secs(30),
+            start_timeout: Duration::from_secs(60),
             stop_grace: Duration::from_secs(10),
             remember: Duration::from_secs(3600),
             access: Access::default(),

@@ -22,6 +22,7 @@ fn contract(sandbox_id: SandboxId) -> Contract {
         parent: None,
         epoch: 1,
         automatic: false,
+        name: None,
         runsc_version: String::new(),
         platform: String::new(),
         cpu_features: Vec::new(),

@@ -20,6 +20,9 @@ pub struct Contract {
     /// Not asked for by anyone: autosave, disconnect, idle, shutdown. Kept for shorter.
     #[serde(default)]
     pub automatic: bool,
+    /// What its owner calls it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
     pub runsc_version: String,
     pub platform: String,
     pub cpu_features: Vec<String>,
@@ -97,6 +100,7 @@ pub(crate) fn example(sandbox_id: SandboxId) -> Contract {
         parent: None,
         epoch: 1,
         automatic: false,
+        name: None,
         runsc_version: "release-20260905.0".into(),
         platform: "systrap".into(),
         cpu_features: vec!["avx2".into(), "sse4_2".into()],

@@ -141,6 +141,15 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// The same data elsewhere, under another contract.
+    ///
+    /// # Errors
+    /// The contract is too large, or not of that place.
+    pub fn again(&self, at: ManifestAt, contract: Contract) -> Result<Self> {
+        let about = About::Sandbox(Box::new(contract));
+        Self::new(at, about, self.tenant, self.packs.clone(), self.files.clone(), self.chunks.clone())
+    }
+
     #[must_use]
     pub fn at(&self) -> ManifestAt {
         self.words.at

@@ -37,13 +37,30 @@ impl Volume {
     /// # Errors
     /// The contract is too large, or the volume can't be written.
     pub async fn prepare(&self, saved: &Saved, contract: Contract, after: Option<CheckpointName>) -> Result<Prepared> {
+        self.prepare_as(contract, after, |at, contract| saved.describe(at, contract)).await
+    }
+
+    /// Writes what another manifest has once more, as a checkpoint of its own.
+    ///
+    /// # Errors
+    /// As [`Volume::prepare`].
+    pub async fn prepare_copy(&self, of: &Manifest, contract: Contract, after: Option<CheckpointName>) -> Result<Prepared> {
+        self.prepare_as(contract, after, |at, contract| of.again(at, contract)).await
+    }
+
+    async fn prepare_as(
+        &self,
+        contract: Contract,
+        after: Option<CheckpointName>,
+        describe: impl Fn(ManifestAt, Contract) -> Result<Manifest>,
+    ) -> Result<Prepared> {
         let sandbox_id = contract.sandbox_id;
         let now = u64::try_from(contract.created_at.as_millisecond()).unwrap_or(0);
         let mut last = self.checkpoints(sandbox_id).await?.last().copied().max(after);
         for _ in 0..MAX_NAME_TRIES {
             let name = CheckpointName::after(last, now)
                 .ok_or_else(|| Error::Invalid(format!("no checkpoint of {sandbox_id} can come after {last:?}")))?;
-            let manifest = saved.describe(ManifestAt::Checkpoint { sandbox_id, name }, contract.clone())?;
+            let manifest = describe(ManifestAt::Checkpoint { sandbox_id, name }, contract.clone())?;
             match self.put_manifest(&manifest).await {
                 Ok(()) => return Ok(Prepared { sandbox_id, name, manifest }),
                 Err(Error::Exists { .. }) => last = Some(name),

@@ -35,6 +35,7 @@ fn contract(sandbox_id: SandboxId) -> Contract {
         parent: None,
         epoch: 1,
         automatic: false,
+        name: None,
         runsc_version: "release-20260905.0".into(),
         platform: "systrap".into(),
         cpu_features: Vec::new(),

@@ -64,6 +64,7 @@ async fn a_large_sandbox_is_saved_and_loaded_in_little_memory() {
         parent: None,
         epoch: 1,
         automatic: false,
+        name: None,
         runsc_version: String::new(),
         platform: String::new(),
         cpu_features: Vec::new(),

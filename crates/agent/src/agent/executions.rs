@@ -64,6 +64,12 @@ impl Agent {
             // Carried out by the caller, since it opens the conversation.
             ToAgent::Hello { .. } => {}
             ToAgent::Ping { value } => self.link.say(&FromAgent::Pong { value }),
+            ToAgent::Identify { hostname, generation } => {
+                // Without a name of its own it has that of the one it was copied from, which harms nobody.
+                let _ = nix::unistd::sethostname(hostname);
+                self.generation = Some(generation);
+                self.tell_generation();
+            }
             ToAgent::StdinEof { number, offset } => {
                 // Once it has ended, nobody is left to tell.
                 if let Some(execution) = self.current(number).filter(|execution| execution.is_running())
@@ -272,6 +278,16 @@ impl Agent {
         }
     }
 
+    /// An init that is not ready is told when it is.
+    fn tell_generation(&self) {
+        if let Some(generation) = self.generation
+            && let Some(init) = self.supervisor.ready()
+        {
+            // One that is gone is followed by another.
+            let _ = ipc::send(init.socket.as_fd(), &ipc::Request::Generation { generation }, &[]);
+        }
+    }
+
     fn hear(&mut self, report: Report, descriptors: Vec<OwnedFd>) {
         match report {
             Report::Ready => {
@@ -279,6 +295,7 @@ impl Agent {
                 if std::mem::take(&mut self.restarting) {
                     self.link.say(&FromAgent::NamespaceRestarted);
                 }
+                self.tell_generation();
                 self.ask_init();
             }
             Report::Started { serial } => {

@@ -68,6 +68,8 @@ pub(crate) struct Agent {
     epoll: Epoll,
     children: SignalFd,
     supervisor: Supervisor,
+    /// What programs are to know of this copy of the sandbox.
+    generation: Option<u64>,
     /// A namespace has ended and the next one has not been announced yet.
     restarting: bool,
     init_spoke: bool,
@@ -123,6 +125,7 @@ impl Agent {
             epoll,
             children,
             supervisor,
+            generation: None,
             restarting: false,
             init_spoke: false,
             execution: None,
@@ -280,6 +283,7 @@ impl Agent {
                     enforced: self.enforced,
                     execution: self.execution.as_ref().map(Execution::state),
                     last_number: self.last_number,
+                    identifies: true,
                 };
                 self.link.answer_opening(&nonce, &reply);
             }

@@ -119,6 +119,11 @@ impl Init {
                     tree::kill(main.pid);
                 }
             }
+            Request::Generation { generation } => {
+                if let Err(error) = root::write_generation(generation) {
+                    eprintln!("sandboxer-agent init: the generation can't be told: {error}");
+                }
+            }
         }
         Ok(true)
     }

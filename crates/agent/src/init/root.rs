@@ -5,7 +5,8 @@
 
 use std::{
     fs, io,
-    os::unix::fs::{DirBuilderExt, PermissionsExt, symlink},
+    io::Write as _,
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, symlink},
     path::Path,
 };
 
@@ -55,6 +56,15 @@ pub(super) fn enter() -> io::Result<()> {
         eprintln!("sandboxer-agent init: {message}");
     }
     Ok(())
+}
+
+/// Replaced at once, so that whoever reads or watches it sees the old one or the new one. The guest may have put anything there.
+pub(super) fn write_generation(generation: u64) -> io::Result<()> {
+    let (file, new) = (Path::new(RUN).join("generation"), Path::new(RUN).join(".generation.new"));
+    let _ = fs::remove_file(&new);
+    let mut opened = fs::OpenOptions::new().write(true).create_new(true).mode(0o644).open(&new)?;
+    opened.write_all(format!("{generation}\n").as_bytes())?;
+    fs::rename(new, file)
 }
 
 fn run_directory() -> io::Result<()> {

@@ -166,6 +166,12 @@ pub enum ToAgent {
     Ping {
         value: u64,
     },
+    /// Who the sandbox is now. A copy of another one learns it by this; only for an agent that said that it can be told.
+    Identify {
+        hostname: String,
+        /// Rises with every rewinding, and differs in every copy. Programs find it in `/run/sandboxer/generation`.
+        generation: u64,
+    },
 }
 
 /// Everything the server sends.
@@ -242,6 +248,9 @@ pub enum FromAgent {
         /// The highest number that an execution was ever asked for with, also if it could not be started: the next one is higher.
         #[serde(default)]
         last_number: Option<ExecutionNumber>,
+        /// It understands [`ToAgent::Identify`].
+        #[serde(default)]
+        identifies: bool,
     },
     Started {
         number: ExecutionNumber,

@@ -61,6 +61,9 @@ codes! {
     /// The sandbox goes on at another instance: attach again.
     SandboxMoved = "sandbox_moved",
     SnapshotsNotConfigured = "snapshots_not_configured",
+    /// The snapshot could not be made; the sandbox goes on.
+    SnapshotFailed = "snapshot_failed",
+    UnknownSnapshot = "unknown_snapshot",
     FilesystemSnapshotsNotConfigured = "filesystem_snapshots_not_configured",
     UnknownFilesystemSnapshot = "unknown_filesystem_snapshot",
     InvalidName = "invalid_name",

@@ -62,6 +62,9 @@ pub struct StatusUpdate {
     pub stderr_offset: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stdin_offset: Option<u64>,
+    /// With `SANDBOX_SNAPSHOT_CREATED`: by what it is found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot_id: Option<String>,
 }
 
 impl StatusUpdate {
@@ -81,6 +84,7 @@ impl StatusUpdate {
             stdout_offset: None,
             stderr_offset: None,
             stdin_offset: None,
+            snapshot_id: None,
         }
     }
 

@@ -173,6 +173,7 @@ impl Agent {
                         enforced: Enforced::default(),
                         execution: self.execution.as_ref().map(Execution::state),
                         last_number: self.last_number,
+                        identifies: true,
                     };
                     encode_reply_opening(&mut self.out, &nonce, &reply);
                 }
@@ -210,6 +211,7 @@ impl Agent {
     fn control(&mut self, control: ToAgent) {
         match control {
             ToAgent::Ping { value } => self.say(&FromAgent::Pong { value }),
+            ToAgent::Identify { .. } => {}
             ToAgent::Hello { .. } | ToAgent::Resize { .. } => {}
             ToAgent::StdinEof { number, offset } => {
                 let Some(execution) = self.numbered(number) else { return };

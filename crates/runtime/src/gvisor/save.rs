@@ -33,9 +33,7 @@ pub(super) async fn save(runsc: &Runsc, id: SandboxId, into: &Path) -> Result<()
 /// Freezes and saves a sandbox. It is frozen after a success and runs after a failure.
 pub(super) async fn save_frozen(runsc: &Runsc, id: SandboxId, dir: &Path, into: &Path) -> Result<(), RuntimeError> {
     let name = id.to_string();
-    let note = note(dir);
-    // For a server that takes it up after this one died here.
-    fs::write(&note, "").map_err(|error| RuntimeError::Failed { what: WHAT, why: format!("{}: {error}", note.display()) })?;
+    note_interrupted(dir)?;
     let frozen = runsc.pause(&name, CALL_LIMIT).await.map_err(|error| refused("freeze the sandbox", &error));
     let saved = match frozen {
         Ok(()) => save(runsc, id, into).await,
@@ -43,9 +41,15 @@ pub(super) async fn save_frozen(runsc: &Runsc, id: SandboxId, dir: &Path, into: 
     };
     if saved.is_err() {
         runsc.resume(&name, CALL_LIMIT).await.ok();
-        fs::remove_file(&note).ok();
+        forget_interrupted(dir);
     }
     saved
+}
+
+/// For a server that takes it up after this one died with it frozen.
+pub(super) fn note_interrupted(dir: &Path) -> Result<(), RuntimeError> {
+    let note = note(dir);
+    fs::write(&note, "").map_err(|error| RuntimeError::Failed { what: "freeze the sandbox", why: format!("{}: {error}", note.display()) })
 }
 
 /// Thaws a sandbox that a server froze to save and did not live to thaw.

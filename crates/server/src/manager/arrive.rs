@@ -7,7 +7,7 @@ use sandboxer_protocol::{
     client::{ServerEvent, Status, StatusUpdate},
 };
 use sandboxer_store::{
-    CheckpointName, SandboxStatus,
+    CheckpointName, ManifestAt, SandboxStatus,
     lease::{
         Sought,
         handoff::{self, Arrival},
@@ -20,7 +20,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, info, info_span, warn};
 
-use super::{Handle, Manager, Opened, Running, Wire, converse, prepare};
+use super::{Handle, Keeping, Manager, Opened, Running, Wire, converse, prepare};
 use crate::{
     checkpoints::{Checkpoints, Loaded},
     sandbox::{
@@ -121,7 +121,7 @@ impl Manager {
             restored: Arc::clone(&restored),
         };
         let runtime = Arc::clone(&self.runtime);
-        let host = SandboxHost::new(id, self.dir(id), runtime, Arc::clone(&checkpoints), wire.sender.clone(), Some(restorer));
+        let host = SandboxHost::new(id, (id, self.dir(id)), runtime, Arc::clone(&checkpoints), wire.sender.clone(), Some(restorer));
         let keeper = match handoff::arrive(&checkpoints.leases, id, Arc::clone(&host), give_up).await {
             Arrival::Running(keeper) => keeper,
             Arrival::NotHeld(sought) => return Err(not_held(&sought)),
@@ -134,7 +134,8 @@ impl Manager {
         let mut greeting = StatusUpdate::new(Status::Running);
         greeting.generation = (record.generation > 0).then_some(record.generation);
         if !keeper.lease().is_exact() {
-            record.generation = keeper.lease().epoch();
+            // What was saved may be older than the last rewinding; epochs always rise.
+            record.generation = record.generation.saturating_add(keeper.lease().epoch());
             greeting.rewound = Some(true);
             greeting.generation = Some(record.generation);
             if let Some(execution) = &running.execution {
@@ -153,8 +154,8 @@ impl Manager {
         info!(ms = begun.elapsed().as_millis(), rewound = greeting.rewound, "restored");
         self.metrics.restores.inc();
         let age = std::time::Duration::try_from(jiff::Timestamp::now().duration_since(record.created_at)).unwrap_or_default();
-        let kept = Kept { keeper, host, checkpoints };
-        let handle = self.drive(record, place, running, age, wire, Some(kept));
+        let keeping = Keeping { host: Some(host), kept: Some(Kept { keeper, checkpoints }) };
+        let handle = self.drive(record, place, running, age, wire, keeping);
         Ok(Arrived { handle, greeting: ServerEvent::StatusUpdate(greeting) })
     }
 
@@ -181,7 +182,8 @@ impl Restorer {
                 manager.settings.max_sandboxes
             ));
         };
-        let Loaded { files, state, image } = self.checkpoints.load(self.id, name, &manager.images).await?;
+        let at = ManifestAt::Checkpoint { sandbox_id: self.id, name };
+        let Loaded { files, state, image, .. } = self.checkpoints.load(at, &manager.images).await?;
         let record = Record {
             version: RECORD_VERSION,
             id: self.id,
@@ -194,6 +196,8 @@ impl Restorer {
             config: state.config,
             epoch: Some(epoch),
             generation: state.generation,
+            container: None,
+            standby: false,
         };
         let resources = record.config.limits.again(&manager.settings.max_limits, &manager.host).map_err(|error| error.message)?;
         let launch = manager.launch(&record, resources);

@@ -6,6 +6,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use sandboxer_protocol::{
     SandboxId,
     agent::{ExitCause, FromAgentFrame, PerStream, ToAgent},
@@ -17,7 +18,7 @@ use sandboxer_runtime::{
     link::{LinkError, LinkReader, LinkWriter},
 };
 use sandboxer_store::{
-    CheckpointName,
+    CheckpointName, Manifest,
     lease::handoff::{self, Consent, SaveError},
 };
 use tokio::{
@@ -32,10 +33,14 @@ use super::{
     delivery::Delivery,
     execution::Execution,
     farewell,
+    host::SandboxHost,
     record::Record,
     saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
 };
-use crate::metrics::Metrics;
+use crate::{
+    manager::{RolledBack, Roller},
+    metrics::Metrics,
+};
 
 /// How long an attached client has to answer when another one knocks.
 const KNOCK: Duration = Duration::from_secs(2);
@@ -134,6 +139,7 @@ pub(crate) struct Ending {
     pub(crate) outcome: Outcome,
     /// Nothing is left of the sandbox, so its directory may go too.
     pub(crate) removed: bool,
+    pub(crate) dir: PathBuf,
 }
 
 /// A client that is attached.
@@ -214,9 +220,12 @@ pub(crate) struct Driver {
     on_end: OnEnd,
     stop: watch::Receiver<Option<Stop>>,
     pub(super) saves: Saves,
+    /// How it goes back to what was saved, if the server has a volume.
+    pub(super) roller: Option<Roller>,
+    /// A rollback under way.
+    pub(super) rollback: Option<BoxFuture<'static, Result<Box<RolledBack>, String>>>,
     /// Whoever wanted to attach while the sandbox is being saved to end here.
     pub(super) late: Vec<Knocking>,
-    pub(super) checkpoints_configured: bool,
 }
 
 /// What a driver starts from.
@@ -238,9 +247,11 @@ pub(crate) struct Start {
     pub(crate) stop: watch::Receiver<Option<Stop>>,
     /// The number of the next execution.
     pub(crate) next_number: u64,
-    /// Its lease, if it is kept on the volume.
+    /// How it is captured, if the server has a volume.
+    pub(crate) host: Option<Arc<SandboxHost>>,
+    /// Its lease, if it is kept there.
     pub(crate) kept: Option<Kept>,
-    pub(crate) checkpoints_configured: bool,
+    pub(crate) roller: Option<Roller>,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -257,6 +268,8 @@ enum Event {
     Deadline,
     Ended(End),
     Saved(Result<CheckpointName, SaveError>),
+    Snapshotted(Result<Manifest, String>),
+    RolledBack(Result<Box<RolledBack>, String>),
 }
 
 impl Driver {
@@ -277,10 +290,12 @@ impl Driver {
             on_end,
             stop,
             next_number,
+            host,
             kept,
-            checkpoints_configured,
+            roller,
         } = start;
         let now = Instant::now();
+        let autosave = record.config.autosave;
         Self {
             id,
             dir,
@@ -305,9 +320,10 @@ impl Driver {
             link_closed: None,
             on_end,
             stop,
-            saves: Saves::of(kept),
+            saves: Saves::of(host, kept, autosave),
+            roller,
+            rollback: None,
             late: Vec::new(),
-            checkpoints_configured,
         }
     }
 
@@ -346,6 +362,14 @@ impl Driver {
                 Event::Deadline => self.on_deadline(),
                 Event::Ended(end) => Some(Outcome::Died(end)),
                 Event::Saved(saved) => self.on_saved(saved),
+                Event::Snapshotted(made) => {
+                    self.on_snapshotted(made);
+                    None
+                }
+                Event::RolledBack(rolled) => {
+                    self.on_rolled_back(rolled);
+                    None
+                }
             };
             let outcome = outcome.or_else(|| self.take_waiting());
             if let Some(outcome) = outcome {
@@ -394,7 +418,7 @@ impl Driver {
         let crowded = self.client.as_ref().is_some_and(|client| client.outbox.is_full());
         let agent_crowded = self.writer.backlog() >= MAX_AGENT_BACKLOG;
         let may_write = self.saves.may_write();
-        let may_serve = self.saves.may_serve();
+        let may_serve = self.saves.may_serve() && self.rollback.is_none();
         let may_take = self.waiting.is_none() && !agent_crowded && may_serve;
         let draining = self.saves.draining;
         let ping = self.ping_due();
@@ -409,12 +433,15 @@ impl Driver {
                 outgoing = Some(&port.outgoing);
             }
         }
+        let Saves { saving, snapshot, .. } = &mut self.saves;
         let permit = tokio::select! {
             frame = self.reader.recv(), if link_open => return Event::Frame(frame),
             result = self.writer.flush_some(), if link_open && may_write && self.writer.backlog() > 0 => return Event::Flushed(result),
             command = self.commands.recv() => return Event::Command(command),
             stop = stopped(&mut self.stop), if !draining => return Event::Stop(stop),
-            saved = self.saves.saved() => return Event::Saved(saved),
+            saved = under_way(saving.as_mut().map(|saving| &mut saving.done)) => return Event::Saved(saved),
+            made = under_way(snapshot.as_mut()) => return Event::Snapshotted(made),
+            rolled = under_way(self.rollback.as_mut()) => return Event::RolledBack(rolled),
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
             permit = reserve(outgoing) => permit,
@@ -444,7 +471,7 @@ impl Driver {
             // It stands still, and so does its time.
             return [quieting, self.link_closed].into_iter().flatten().min();
         }
-        let save = self.saves.due;
+        let save = self.saves.next_due();
         [idle, lifetime, execution, grace, silence, save, self.knock_deadline, self.kill_deadline, self.link_closed]
             .into_iter()
             .flatten()
@@ -458,8 +485,12 @@ impl Driver {
             self.give_up_quieting(now);
             return None;
         }
-        if due(self.saves.due) {
-            self.save(Why::Disconnected);
+        if self.saves.saving.is_none() && self.rollback.is_none() {
+            if due(self.saves.due) {
+                self.save(Why::Disconnected);
+            } else if due(self.saves.autosave_due) {
+                self.save(Why::Autosave);
+            }
         }
         if let Some(lifetime) = self.max_lifetime
             && due(Some(self.born + lifetime))
@@ -730,10 +761,10 @@ impl Driver {
         }
         if let Outcome::LeftRunning = outcome {
             self.leave(client, farewell::after(&outcome)).await;
-            return Ending { outcome, removed: false };
+            return Ending { outcome, removed: false, dir: self.dir };
         }
         let told = tell(client.as_mut(), farewell::before(&outcome));
-        let ((), removed) = tokio::join!(told, self.runtime.remove(self.id, &self.dir));
+        let ((), removed) = tokio::join!(told, self.runtime.remove(self.record.container(), &self.dir));
         if let Err(error) = &removed {
             warn!(%error, "the sandbox could not be removed whole; the next start of the server tries again");
         }
@@ -744,7 +775,7 @@ impl Driver {
         }
         (self.on_end)(&outcome);
         tell(client.as_mut(), farewell::after(&outcome)).await;
-        Ending { outcome, removed: removed.is_ok() }
+        Ending { outcome, removed: removed.is_ok(), dir: self.dir }
     }
 
     /// The sandbox goes on without us. What the client read to its end need not be repeated by the next server.
@@ -812,6 +843,19 @@ impl Client {
         self.asked_after_silence = false;
     }
 
+    /// What it was told and asked before is of no use any more: the sandbox is another one.
+    pub(super) fn begin_again(&mut self, grace: Grace) {
+        self.outbox.take_back_output();
+        self.delivery = None;
+        self.announce_resume = false;
+        self.wanted = None;
+        // An answer to an earlier ping says nothing of what comes now.
+        self.ping = None;
+        self.last_ping = Pinged { sequence: self.last_ping.sequence, ..Pinged::default() };
+        self.ping_wanted = true;
+        self.grace = grace;
+    }
+
     /// What its newest pong acknowledges, if nobody has looked at it yet: that it went right behind it takes nothing from its answer.
     fn last_answer(&mut self) -> Option<Pinged> {
         let pong = self.port.pongs.borrow_and_update();
@@ -853,6 +897,14 @@ async fn stopped(stop: &mut watch::Receiver<Option<Stop>>) -> Stop {
         Ok(Some(stop)) => stop,
         // The server is gone; the closed commands tell of it.
         _ => std::future::pending().await,
+    }
+}
+
+/// The outcome of something under way, never if there is none. Cancel-safe.
+async fn under_way<T>(work: Option<&mut BoxFuture<'static, T>>) -> T {
+    match work {
+        Some(work) => work.await,
+        None => std::future::pending().await,
     }
 }
 

@@ -15,11 +15,11 @@ use async_trait::async_trait;
 use sandboxer_protocol::SandboxId;
 use sandboxer_runtime::{AfterSave, Runtime};
 use sandboxer_store::{
-    CheckpointName, SandboxStatus,
+    CheckpointName, Manifest, SandboxStatus,
     lease::handoff::{Consent, Ending, Host},
     record::InstanceId,
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tracing::{info, warn};
 
 use super::{driver::Command, record::Record};
@@ -30,10 +30,13 @@ use crate::{
 
 /// How long the driver may take to bring the conversation with the agent to a known point.
 const QUIET_WITHIN: Duration = Duration::from_secs(20);
+/// How long another capture may take.
+const TURN_WITHIN: Duration = Duration::from_secs(120);
 
 pub(crate) struct SandboxHost {
     id: SandboxId,
-    dir: PathBuf,
+    /// What it is to the runtime, and where. A rollback gives it another.
+    place: Mutex<(SandboxId, PathBuf)>,
     runtime: Arc<dyn Runtime>,
     checkpoints: Arc<Checkpoints>,
     commands: mpsc::Sender<Command>,
@@ -46,12 +49,16 @@ pub(crate) struct SandboxHost {
     giving_up: AtomicBool,
     /// Nobody asked for the save under way.
     automatic: AtomicBool,
+    /// One capture at a time: the conversation with the agent is at rest for its sake alone.
+    turn: Arc<Semaphore>,
+    /// The turn of a save by the lease, which ends with the standing still.
+    taken: Mutex<Option<OwnedSemaphorePermit>>,
 }
 
 impl SandboxHost {
     pub(crate) fn new(
         id: SandboxId,
-        dir: PathBuf,
+        place: (SandboxId, PathBuf),
         runtime: Arc<dyn Runtime>,
         checkpoints: Arc<Checkpoints>,
         commands: mpsc::Sender<Command>,
@@ -59,7 +66,7 @@ impl SandboxHost {
     ) -> Arc<Self> {
         Arc::new(Self {
             id,
-            dir,
+            place: Mutex::new(place),
             runtime,
             checkpoints,
             commands,
@@ -68,6 +75,8 @@ impl SandboxHost {
             latest: Mutex::default(),
             giving_up: AtomicBool::new(false),
             automatic: AtomicBool::new(true),
+            turn: Arc::new(Semaphore::new(1)),
+            taken: Mutex::default(),
         })
     }
 
@@ -80,6 +89,78 @@ impl SandboxHost {
     /// The checkpoint that it stands on.
     pub(crate) fn stands_on(&self, latest: Option<CheckpointName>) {
         *self.latest.lock().unwrap_or_else(PoisonError::into_inner) = latest;
+    }
+
+    /// The whole sandbox as it is, kept on the volume; it goes on meanwhile, but for the moment that runsc takes. `may_act` is asked before
+    /// anybody can see the snapshot.
+    pub(crate) async fn snapshot(&self, epoch: u64, name: Option<String>, may_act: impl Fn() -> bool + Send) -> Result<Manifest, String> {
+        let turn = self.turn().await?;
+        let record = self.rest().await?;
+        let captured = self.capture_into(&record, AfterSave::GoOn, false).await;
+        self.tell(Command::GoOn).await;
+        drop(turn);
+        let capture = captured?;
+        if !may_act() {
+            return Err("this instance may no longer act for the sandbox".to_owned());
+        }
+        self.checkpoints.put_snapshot(self.id, capture, epoch, name).await.map_err(|error| error.whole())
+    }
+
+    pub(crate) async fn tell(&self, command: Command) {
+        // A driver that has ended needs to be told nothing.
+        let _ = self.commands.send(command).await;
+    }
+
+    pub(crate) async fn pause(&self) -> Result<(), String> {
+        let (container, dir) = self.place();
+        self.runtime.pause(container, &dir).await.map_err(|error| error.to_string())
+    }
+
+    /// It fails if it was never frozen.
+    pub(crate) async fn resume(&self) {
+        let (container, dir) = self.place();
+        let _ = self.runtime.resume(container, &dir).await;
+    }
+
+    fn place(&self) -> (SandboxId, PathBuf) {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// It is another container now.
+    pub(crate) fn moved_to(&self, container: SandboxId, dir: PathBuf) {
+        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = (container, dir);
+    }
+
+    /// Nobody else captures for as long as this is held.
+    pub(crate) async fn turn(&self) -> Result<OwnedSemaphorePermit, String> {
+        match tokio::time::timeout(TURN_WITHIN, Arc::clone(&self.turn).acquire_owned()).await {
+            Ok(Ok(turn)) => Ok(turn),
+            _ => Err("another save takes too long".to_owned()),
+        }
+    }
+
+    /// Brings the conversation with the agent to rest. With a success, it rests until the driver is told to go on.
+    async fn rest(&self) -> Result<Record, String> {
+        let quiet = tokio::time::timeout(QUIET_WITHIN, self.ask(|reply| Command::Quiet { reply }));
+        match quiet.await {
+            Ok(Some(Ok(record))) => Ok(*record),
+            Ok(Some(Err(why))) => Err(why),
+            Ok(None) => Err("the sandbox is gone".to_owned()),
+            Err(_) => Err("the sandbox could not be brought to rest in time".to_owned()),
+        }
+    }
+
+    async fn capture_into(&self, record: &Record, after: AfterSave, automatic: bool) -> Result<Capture, String> {
+        let (container, dir) = self.place();
+        let into = self.checkpoints.work_dir().map_err(|error| format!("no room to save into: {error}"))?;
+        self.runtime.checkpoint(container, &dir, into.path(), after).await.map_err(|error| error.to_string())?;
+        let parent = *self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(self.checkpoints.capture(into, record, automatic, parent))
+    }
+
+    /// Others may capture again.
+    fn end_turn(&self) {
+        drop(self.taken.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// None: the driver is gone, and so is the sandbox.
@@ -105,30 +186,23 @@ impl Host for SandboxHost {
 
     async fn freeze(&self) {
         warn!("the lease could run out: the sandbox is frozen until it is renewed");
-        let _ = self.commands.send(Command::Still).await;
-        if let Err(error) = self.runtime.pause(self.id, &self.dir).await {
-            warn!(%error, "the sandbox could not be frozen");
+        self.tell(Command::Still).await;
+        if let Err(error) = self.pause().await {
+            warn!(error, "the sandbox could not be frozen");
         }
     }
 
     async fn thaw(&self) {
-        // It fails if it was never frozen.
-        let _ = self.runtime.resume(self.id, &self.dir).await;
-        let _ = self.commands.send(Command::GoOn).await;
+        self.resume().await;
+        self.tell(Command::GoOn).await;
+        self.end_turn();
     }
 
     async fn capture(&self) -> Result<Capture, String> {
-        let quiet = tokio::time::timeout(QUIET_WITHIN, self.ask(|reply| Command::Quiet { reply }));
-        let record = match quiet.await {
-            Ok(Some(Ok(record))) => *record,
-            Ok(Some(Err(why))) => return Err(why),
-            Ok(None) => return Err("the sandbox is gone".to_owned()),
-            Err(_) => return Err("the sandbox could not be brought to rest in time".to_owned()),
-        };
-        let into = self.checkpoints.work_dir().map_err(|error| format!("no room to save into: {error}"))?;
-        self.runtime.checkpoint(self.id, &self.dir, into.path(), AfterSave::Freeze).await.map_err(|error| error.to_string())?;
-        let parent = *self.latest.lock().unwrap_or_else(PoisonError::into_inner);
-        let capture = self.checkpoints.capture(into, &record, self.automatic.load(Ordering::Acquire), parent);
+        let turn = self.turn().await?;
+        *self.taken.lock().unwrap_or_else(PoisonError::into_inner) = Some(turn);
+        let record = self.rest().await?;
+        let capture = self.capture_into(&record, AfterSave::Freeze, self.automatic.load(Ordering::Acquire)).await?;
         *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
         Ok(capture)
     }
@@ -157,13 +231,14 @@ impl Host for SandboxHost {
     }
 
     async fn stop(&self, why: Ending) {
+        self.end_turn();
         if let Some(restorer) = &self.restorer
             && restorer.take_back().await
         {
             warn!(?why, "the sandbox was restored, and ended before anybody had it");
             return;
         }
-        let _ = self.commands.send(Command::End { why }).await;
+        self.tell(Command::End { why }).await;
         // It closes when the driver has ended.
         self.commands.closed().await;
     }

@@ -22,6 +22,8 @@ pub(crate) mod farewell;
 pub(crate) mod host;
 pub(crate) mod record;
 mod requests;
+mod rollback;
 pub(crate) mod saving;
+mod snapshots;
 
 pub(crate) use execution::Execution;

@@ -42,9 +42,15 @@ pub(crate) struct Record {
     /// In which epoch it is held, if it is kept on the volume.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) epoch: Option<u64>,
-    /// How often it was rewound.
+    /// Rises with every rewinding, and is another one in every copy.
     #[serde(default)]
     pub(crate) generation: u64,
+    /// What it is to the runtime, and the name of its directory, where that is not its own id: it was rolled back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) container: Option<SandboxId>,
+    /// It was started to take the place of another one, and has not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) standby: bool,
 }
 
 /// The configuration of a sandbox with all defaults filled in.
@@ -70,6 +76,9 @@ pub(crate) struct SandboxConfig {
     /// It is saved when it is idle, not deleted.
     #[serde(default)]
     pub(crate) idle_checkpoint: bool,
+    /// How often it is saved while it runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) autosave: Option<Duration>,
 }
 
 /// Why a sandbox that an earlier server left can't be taken up.
@@ -94,9 +103,21 @@ impl Record {
         fs::rename(temporary, dir.join(FILE))
     }
 
-    pub(crate) fn read(dir: &Path, id: SandboxId) -> Result<Self, RecordError> {
+    /// The record in the directory of a container.
+    pub(crate) fn read(dir: &Path, container: SandboxId) -> Result<Self, RecordError> {
         let record = Self::parse(&fs::read(dir.join(FILE))?)?;
-        if record.id == id { Ok(record) } else { Err(RecordError::Foreign) }
+        if record.container() == container { Ok(record) } else { Err(RecordError::Foreign) }
+    }
+
+    /// What it is to the runtime.
+    pub(crate) fn container(&self) -> SandboxId {
+        self.container.unwrap_or(self.id)
+    }
+
+    /// Programs see it.
+    pub(crate) fn hostname(&self) -> String {
+        let id = self.id.to_string();
+        format!("sandbox-{}", id.split('-').next().unwrap_or_default())
     }
 
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, RecordError> {
@@ -131,6 +152,8 @@ mod tests {
             config: SandboxConfig { idle_timeout: Some(Duration::from_secs(5)), ..SandboxConfig::default() },
             epoch: None,
             generation: 0,
+            container: None,
+            standby: false,
         };
         record.write(dir.path()).unwrap();
         let read = Record::read(dir.path(), record.id).unwrap();

@@ -157,14 +157,8 @@ impl Driver {
             // Decided before it comes here.
             Request::Reconnect(_) | Request::Configure(_) => {}
             Request::Checkpoint { .. } => self.checkpoint(),
-            Request::Snapshot { .. } => {
-                self.tell(Status::SnapshotCreating);
-                self.fail(Status::SnapshotError, ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH);
-            }
-            Request::Rollback(_) => {
-                self.tell(Status::Restoring);
-                self.fail(Status::RestoreError, ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH);
-            }
+            Request::Snapshot { name } => self.snapshot(name),
+            Request::Rollback(target) => self.roll_back(&target),
             Request::SnapshotFilesystem { .. } => {
                 self.tell(Status::FilesystemSnapshotCreating);
                 let message = "This server keeps no filesystem snapshots.";
@@ -368,8 +362,6 @@ impl Driver {
         self.writer.queue(&ToAgent::Resume { number, from, credit: OUTPUT_CREDIT_BYTES, sequence });
     }
 }
-
-const NO_CHECKPOINT_PATH: &str = "This server keeps no checkpoints: it was started without a checkpoint path. The sandbox goes on.";
 
 fn beyond(offsets: PerStream<u64>, shown: PerStream<u64>) -> bool {
     offsets.stdout > shown.stdout || offsets.stderr > shown.stderr

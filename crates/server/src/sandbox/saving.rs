@@ -15,7 +15,7 @@ use sandboxer_protocol::{
     client::{CloseCode, ErrorCode, Status},
 };
 use sandboxer_store::{
-    CheckpointName, SandboxStatus,
+    CheckpointName, Manifest, SandboxStatus,
     lease::{
         Release,
         handoff::{Consent, Ending, Keeper, SaveError},
@@ -43,10 +43,12 @@ const SAVE_EVERY: Duration = Duration::from_secs(10);
 /// How long the record may take to be told of an end.
 const TELL_RECORD: Duration = Duration::from_secs(5);
 
+pub(super) const NO_CHECKPOINT_PATH: &str =
+    "This server keeps neither checkpoints nor snapshots: it was started without a checkpoint path. The sandbox goes on.";
+
 /// The lease on a sandbox that is kept on the volume.
 pub(crate) struct Kept {
     pub(crate) keeper: Keeper,
-    pub(crate) host: Arc<SandboxHost>,
     pub(crate) checkpoints: Arc<Checkpoints>,
 }
 
@@ -73,22 +75,38 @@ pub(super) enum Why {
     Idle,
     /// The client went away.
     Disconnected,
+    /// It is time.
+    Autosave,
     Draining,
+}
+
+impl Why {
+    /// The sandbox is given up when it is saved.
+    fn ends_here(self) -> bool {
+        !matches!(self, Self::Disconnected | Self::Autosave)
+    }
 }
 
 /// A save under way.
 pub(super) struct Saving {
     pub(super) why: Why,
-    done: BoxFuture<'static, Result<CheckpointName, SaveError>>,
+    pub(super) done: BoxFuture<'static, Result<CheckpointName, SaveError>>,
 }
 
 /// All that the driver knows of saves.
 #[derive(Default)]
 pub(super) struct Saves {
+    /// How it is captured, where the server has a volume.
+    pub(super) host: Option<Arc<SandboxHost>>,
     pub(super) kept: Option<Kept>,
+    /// A snapshot under way.
+    pub(super) snapshot: Option<BoxFuture<'static, Result<Manifest, String>>>,
     pub(super) stillness: Stillness,
     pub(super) saving: Option<Saving>,
     pub(super) due: Option<Instant>,
+    /// How often it is saved by itself.
+    autosave: Option<Duration>,
+    pub(super) autosave_due: Option<Instant>,
     last: Option<Instant>,
     pings: u64,
     /// The server is being stopped.
@@ -96,8 +114,9 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    pub(super) fn of(kept: Option<Kept>) -> Self {
-        Self { kept, ..Self::default() }
+    pub(super) fn of(host: Option<Arc<SandboxHost>>, kept: Option<Kept>, autosave: Option<Duration>) -> Self {
+        let autosave = autosave.filter(|_| kept.is_some());
+        Self { host, kept, autosave, autosave_due: autosave.map(|period| Instant::now() + period), ..Self::default() }
     }
 
     /// Whether frames may be written to the agent.
@@ -112,29 +131,37 @@ impl Saves {
 
     /// Whether the save under way is to be the end of the sandbox here.
     pub(super) fn ends_here(&self) -> bool {
-        self.saving.as_ref().is_some_and(|saving| saving.why != Why::Disconnected)
+        self.saving.as_ref().is_some_and(|saving| saving.why.ends_here())
     }
 
-    /// The outcome of the save under way, never if there is none. Cancel-safe.
-    pub(super) async fn saved(&mut self) -> Result<CheckpointName, SaveError> {
-        match &mut self.saving {
-            Some(saving) => (&mut saving.done).await,
-            None => std::future::pending().await,
+    /// When the next save begins by itself. One under way is waited for.
+    pub(super) fn next_due(&self) -> Option<Instant> {
+        if self.saving.is_some() {
+            return None;
         }
+        [self.due, self.autosave_due].into_iter().flatten().min()
+    }
+
+    /// The conversation with the agent is another one, and nothing holds it.
+    pub(super) fn go_on(&mut self) {
+        self.stillness = Stillness::Going;
     }
 }
 
 impl Driver {
     /// Begins a save, unless one is under way or the sandbox is not kept.
     pub(super) fn save(&mut self, why: Why) {
-        let Some(kept) = &self.saves.kept else { return };
-        let (keeper, host) = (kept.keeper.clone(), Arc::clone(&kept.host));
+        let (Some(kept), Some(host)) = (&self.saves.kept, self.saves.host.clone()) else { return };
+        let keeper = kept.keeper.clone();
         info!(?why, "saving");
         self.saves.due = None;
         self.saves.last = Some(Instant::now());
+        let autosaves = Arc::clone(&kept.checkpoints.autosaves);
         let done: BoxFuture<'static, _> = Box::pin(async move {
-            host.about_to_save(why != Why::Disconnected, why != Why::Asked);
-            if why == Why::Disconnected { keeper.save().await } else { keeper.checkpoint().await }
+            // One at a time on this machine, or its disk would choke on them.
+            let _turn = if why == Why::Autosave { autosaves.acquire_owned().await.ok() } else { None };
+            host.about_to_save(why.ends_here(), why != Why::Asked);
+            if why.ends_here() { keeper.checkpoint().await } else { keeper.save().await }
         });
         self.saves.saving = Some(Saving { why, done });
     }
@@ -146,13 +173,10 @@ impl Driver {
             self.save(Why::Asked);
             return;
         }
-        let (code, message) = if self.checkpoints_configured {
+        let (code, message) = if self.saves.host.is_some() {
             (ErrorCode::CheckpointNotEnabled, "This sandbox was created without enable_checkpoint. It goes on.")
         } else {
-            (
-                ErrorCode::CheckpointNotConfigured,
-                "This server keeps no checkpoints: it was started without a checkpoint path. The sandbox goes on.",
-            )
+            (ErrorCode::CheckpointNotConfigured, NO_CHECKPOINT_PATH)
         };
         self.fail(Status::CheckpointError, code, message);
         self.close_client(CloseCode::Application);
@@ -170,11 +194,12 @@ impl Driver {
 
     pub(super) fn on_saved(&mut self, saved: Result<CheckpointName, SaveError>) -> Option<Outcome> {
         let saving = self.saves.saving.take()?;
+        self.saves.autosave_due = self.saves.autosave.map(|period| Instant::now() + period);
         let error = match saved {
             Ok(name) => {
                 info!(%name, "saved");
                 self.metrics.saves.inc();
-                if saving.why != Why::Disconnected {
+                if saving.why.ends_here() {
                     // It is ended by its lease, which says so.
                     self.saves.saving = Some(Saving { why: saving.why, done: Box::pin(std::future::pending()) });
                 }
@@ -191,7 +216,7 @@ impl Driver {
                 self.close_client(CloseCode::Application);
             }
             Why::Idle => self.count_idleness_anew(),
-            Why::Disconnected => {}
+            Why::Disconnected | Why::Autosave => {}
             Why::Draining => return Some(Outcome::LeftRunning),
         }
         if self.saves.draining {
