@@ -1,20 +1,16 @@
 //! `sandboxer serve`: from the command line to a running server.
 
+mod lock;
 mod settings;
 
 use std::{
-    fs::{self, File},
     io::{self, IsTerminal as _},
-    path::Path,
     process::ExitCode,
     sync::Arc,
 };
 
 use anyhow::Context as _;
-use nix::{
-    fcntl::{Flock, FlockArg},
-    sys::resource::{Resource, getrlimit, setrlimit},
-};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use sandboxer_image::ImageStore;
 use sandboxer_runtime::{GvisorOptions, GvisorRuntime, HostLimits, become_subreaper, userns};
 use sandboxer_server::{CheckpointSettings, Facts, Images, Server, StopHow, Terms};
@@ -53,7 +49,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 async fn serve(checked: Checked) -> anyhow::Result<()> {
     let Checked { mut settings, checkpoints, image_dir, runsc } = checked;
-    let _lock = lock(&settings.data_dir)?;
+    let _lock = lock::data_directory(&settings.data_dir).await?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut restart = signal(SignalKind::user_defined2())?;
@@ -96,30 +92,6 @@ fn raise_descriptor_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
     if let Err(error) = raised {
         warn!(%error, "the limit of open files could not be raised");
-    }
-}
-
-/// One instance at a time holds a data directory.
-fn lock(data_dir: &Path) -> anyhow::Result<Flock<File>> {
-    let path = data_dir.join("lock");
-    let file = File::options().create(true).truncate(false).write(true).open(&path).with_context(|| format!("open {}", path.display()))?;
-    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(lock) => {
-            // For people who look; nobody reads it.
-            if let Err(error) = fs::write(&path, format!("{}\n", std::process::id())) {
-                warn!(%error, "the process id could not be written to the lock file");
-            }
-            Ok(lock)
-        }
-        Err((_, errno)) if io::Error::from(errno).kind() == io::ErrorKind::WouldBlock => {
-            let holder = fs::read_to_string(&path).unwrap_or_default();
-            let dir = data_dir.display();
-            anyhow::bail!(
-                "another instance (process {}) holds the data directory {dir}: stop it, or give this one another --data-dir",
-                holder.trim()
-            )
-        }
-        Err((_, errno)) => Err(errno).with_context(|| format!("lock {}", path.display())),
     }
 }
 

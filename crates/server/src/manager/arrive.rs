@@ -148,9 +148,6 @@ impl Manager {
         if let Err(error) = record.write(&self.dir(id)) {
             warn!(%error, "the record of the sandbox could not be written");
         }
-        if let Err(error) = checkpoints.describe(&record, SandboxStatus::Running, None).await {
-            warn!(error = error.whole(), "the volume could not be told that the sandbox runs");
-        }
         info!(ms = begun.elapsed().as_millis(), rewound = greeting.rewound, "restored");
         self.metrics.restores.inc();
         let age = std::time::Duration::try_from(jiff::Timestamp::now().duration_since(record.created_at)).unwrap_or_default();
@@ -206,7 +203,9 @@ impl Restorer {
             let started = async {
                 prepare(&launch, &record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
                 let instance = manager.runtime.restore(&launch, files.dir()).await.map_err(|error| error.to_string())?;
-                converse(instance, &record.marker, manager.settings.start_timeout).await
+                let described = self.describe(&record, SandboxStatus::Running);
+                let (opened, ()) = tokio::join!(converse(instance, &record.marker, manager.settings.start_timeout), described);
+                opened
             };
             match started.await {
                 Ok(Opened { running, .. }) => {
@@ -218,12 +217,20 @@ impl Restorer {
                 Err(why) => {
                     warn!(attempt, why, "could not be restored");
                     self.keep_boot_log(&launch.dir);
+                    self.describe(&record, SandboxStatus::Checkpointed).await;
                     manager.discard(&launch).await;
                     failure = why;
                 }
             }
         }
         Err(format!("{name} could not be restored: {failure}"))
+    }
+
+    /// Brings the copies up to date that people and tools read.
+    async fn describe(&self, record: &Record, status: SandboxStatus) {
+        if let Err(error) = self.checkpoints.describe(record, status, None).await {
+            warn!(error = error.whole(), ?status, "the volume could not be told what became of the sandbox");
+        }
     }
 
     /// Ends what was restored, if it has no driver yet that would.
