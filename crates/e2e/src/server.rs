@@ -57,11 +57,19 @@ pub struct Options {
     environment: Vec<(String, String)>,
     listen: Option<String>,
     ready: bool,
+    prefix: Vec<String>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { user: User::Current, arguments: Vec::new(), environment: Vec::new(), listen: Some("127.0.0.1:0".to_owned()), ready: true }
+        Self {
+            user: User::Current,
+            arguments: Vec::new(),
+            environment: Vec::new(),
+            listen: Some("127.0.0.1:0".to_owned()),
+            ready: true,
+            prefix: Vec::new(),
+        }
     }
 }
 
@@ -92,6 +100,13 @@ impl Options {
         self
     }
 
+    /// Started by this command, which is given the server's own, and becomes it. As whoever runs the tests only.
+    #[must_use]
+    pub fn under(mut self, prefix: &[&str]) -> Self {
+        self.prefix = prefix.iter().map(|&word| word.to_owned()).collect();
+        self
+    }
+
     /// Don't wait for `/readyz`.
     #[must_use]
     pub fn not_waiting(mut self) -> Self {
@@ -112,6 +127,17 @@ impl Options {
 
     fn command(&self, home: &Path, data: &Path) -> Command {
         let mut command = self.user.command(home);
+        if let Some((first, rest)) = self.prefix.split_first() {
+            let mut outer = Command::new(first);
+            outer.args(rest).arg(command.get_program()).stdin(Stdio::null());
+            for (name, value) in command.get_envs() {
+                match value {
+                    Some(value) => outer.env(name, value),
+                    None => outer.env_remove(name),
+                };
+            }
+            command = outer;
+        }
         command.arg("serve").arg("--data-dir").arg(data);
         if let Some(listen) = &self.listen {
             command.args(["--listen", listen]);
@@ -243,6 +269,20 @@ impl Server {
 
     fn signal(&self, signal: Signal) {
         let _ = kill(Pid::from_raw(i32::try_from(self.pid()).unwrap()), signal);
+    }
+
+    /// Waits until the process was killed: by a fail point, say.
+    pub async fn killed(&mut self) {
+        let status = self.exited().await;
+        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9), "{status:?}");
+    }
+
+    /// The machine burns down: the server and all its sandboxes at once.
+    pub fn burn_down(&mut self) {
+        self.kill9();
+        for process in self.sandbox_processes() {
+            let _ = kill(Pid::from_raw(i32::try_from(process.pid).unwrap()), Signal::SIGKILL);
+        }
     }
 
     /// Waits for the process to end.

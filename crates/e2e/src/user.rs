@@ -28,6 +28,13 @@ impl User {
         self == Self::Ordinary && geteuid().is_root()
     }
 
+    /// Makes this user the owner.
+    pub(crate) fn own(self, path: &Path) {
+        if self.becomes_another() {
+            chown(path, Some(NOBODY.into()), Some(NOBODY.into())).unwrap();
+        }
+    }
+
     /// Gives the user what it needs, below its home: what root has may lie where others can't look.
     pub(crate) fn settle(self, home: &Path) {
         if !self.becomes_another() {

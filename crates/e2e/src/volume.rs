@@ -3,25 +3,50 @@
 use std::{
     collections::BTreeMap,
     fs,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    process::Output,
 };
 
 use serde_json::Value;
 
-use crate::{Options, Server, sha256};
+use crate::{Options, Server, User, sha256, stderr_of, stdout_of};
 
 /// Removed with everything on it when it is dropped.
 pub struct Volume {
     dir: tempfile::TempDir,
+    /// A filesystem of its own is mounted there.
+    mounted: bool,
 }
 
 impl Default for Volume {
     fn default() -> Self {
-        Self { dir: tempfile::Builder::new().prefix("sbx-volume-").tempdir_in("/tmp").unwrap() }
+        Self { dir: tempfile::Builder::new().prefix("sbx-volume-").tempdir_in("/tmp").unwrap(), mounted: false }
     }
 }
 
 impl Volume {
+    /// One that belongs to this user.
+    #[must_use]
+    pub fn of(user: User) -> Self {
+        let volume = Self::default();
+        user.own(volume.path());
+        volume
+    }
+
+    /// One that has only this much room, on a filesystem of its own. None: only root can mount one.
+    #[must_use]
+    pub fn small(bytes: u64) -> Option<Self> {
+        if !nix::unistd::geteuid().is_root() {
+            return None;
+        }
+        let mut volume = Self::default();
+        let size = format!("size={bytes},mode=700");
+        nix::mount::mount(Some("sandboxer-e2e"), volume.path(), Some("tmpfs"), nix::mount::MsFlags::empty(), Some(size.as_str())).unwrap();
+        volume.mounted = true;
+        Some(volume)
+    }
+
     #[must_use]
     pub fn path(&self) -> &Path {
         self.dir.path()
@@ -33,15 +58,72 @@ impl Volume {
         self.options().start()
     }
 
+    /// The same as this user.
+    #[must_use]
+    pub fn serve_as(&self, user: User) -> Server {
+        self.options().user(user).start()
+    }
+
     #[must_use]
     pub fn options(&self) -> Options {
         Options::default().env("CHECKPOINT_AND_RESTORE_PATH", self.path().to_str().unwrap())
+    }
+
+    /// `sandboxer store`, with whatever it prints.
+    #[must_use]
+    pub fn store(&self, arguments: &[&str]) -> Output {
+        crate::command().arg("store").args(arguments).arg("--checkpoint-path").arg(self.path()).output().unwrap()
+    }
+
+    /// Nothing on it is broken, down to the last byte.
+    pub fn verify(&self) {
+        let verified = self.store(&["verify"]);
+        assert!(verified.status.success(), "{}{}", stdout_of(&verified), stderr_of(&verified));
+    }
+
+    /// The same as far as names and sizes tell.
+    pub fn verify_quickly(&self) {
+        let verified = self.store(&["verify", "--quick"]);
+        assert!(verified.status.success(), "{}{}", stdout_of(&verified), stderr_of(&verified));
+    }
+
+    /// What `sandboxer store ls` says of a sandbox.
+    #[must_use]
+    pub fn ls(&self, sandbox_id: &str) -> Value {
+        let listed: Value = serde_json::from_slice(&self.store(&["ls", "--json"]).stdout).unwrap();
+        listed["items"].as_array().unwrap().iter().find(|item| item["id"] == sandbox_id).unwrap().clone()
+    }
+
+    /// Everything on it belongs to its owner, and nobody else can so much as look.
+    pub fn expect_private(&self) {
+        let owner = fs::metadata(self.path()).unwrap().uid();
+        let mut directories = vec![self.path().to_owned()];
+        while let Some(directory) = directories.pop() {
+            for entry in fs::read_dir(directory).unwrap() {
+                let entry = entry.unwrap();
+                // What is being written may have its final name by now.
+                let Ok(about) = entry.metadata() else { continue };
+                let mode = about.mode() & 0o7777;
+                assert_eq!((about.uid(), mode & 0o077), (owner, 0), "{} is {mode:o}", entry.path().display());
+                if about.is_dir() {
+                    directories.push(entry.path());
+                }
+            }
+        }
     }
 
     /// The record that decides.
     #[must_use]
     pub fn record(&self, sandbox_id: &str) -> Value {
         serde_json::from_slice(&fs::read(self.path().join("locks").join(format!("{sandbox_id}.lock"))).unwrap()).unwrap()
+    }
+
+    /// The same where the copy for people may be behind: its writer was killed.
+    #[must_use]
+    pub fn record_now(&self, sandbox_id: &str) -> Value {
+        let mut versions = files(&self.path().join("locks").join(format!("{sandbox_id}.versions")));
+        versions.retain(|version| version.extension().is_none());
+        serde_json::from_slice(&fs::read(versions.iter().max().unwrap()).unwrap()).unwrap()
     }
 
     #[must_use]
@@ -65,12 +147,18 @@ impl Volume {
         packs.into_iter().rev().map(|(_, file)| file).collect()
     }
 
-    /// What is there, by its digest, without the records and what is being written.
+    /// What is there, by its digest, without what is being written.
     #[must_use]
     pub fn contents(&self) -> BTreeMap<PathBuf, String> {
-        let locks = self.path().join("locks");
-        let kept = files(self.path()).into_iter().filter(|file| !file.starts_with(&locks));
-        kept.map(|file| (file.clone(), sha256(&fs::read(&file).unwrap()))).collect()
+        files(self.path()).into_iter().map(|file| (file.clone(), sha256(&fs::read(&file).unwrap()))).collect()
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        if self.mounted {
+            let _ = nix::mount::umount2(self.path(), nix::mount::MntFlags::MNT_DETACH);
+        }
     }
 }
 

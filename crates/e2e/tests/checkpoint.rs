@@ -4,49 +4,8 @@
 
 use std::{fs, path::Path};
 
-use sandboxer_e2e::{Assembly, Incoming, Options, Server, Volume, Ws};
-use serde_json::{Value, json};
-
-async fn create(server: &Server) -> Ws {
-    Ws::create_with(server, json!({"enable_checkpoint": true})).await
-}
-
-/// Saves the sandbox and returns its id.
-async fn checkpoint(ws: Ws, request: Value) -> String {
-    let (id, said) = checkpoint_with_output(ws, request).await;
-    assert!(said.is_empty(), "nothing runs: {said:?}");
-    id
-}
-
-/// Saves the sandbox and returns its id, and what a program that is saved along said meanwhile.
-async fn checkpoint_with_output(mut ws: Ws, request: Value) -> (String, Vec<Value>) {
-    let mut said = Vec::new();
-    ws.send(request).await;
-    for status in ["SANDBOX_CHECKPOINTING", "SANDBOX_CHECKPOINTED"] {
-        loop {
-            match ws.next().await {
-                message if message["status"] == status => break,
-                message if message["event"] == "stdin_ack" => {}
-                message => {
-                    assert!(matches!(message["event"].as_str(), Some("stdout" | "stderr")), "{message}");
-                    said.push(message);
-                }
-            }
-        }
-    }
-    ws.expect_close(1000).await;
-    (ws.sandbox_id.clone(), said)
-}
-
-/// Attaches where the sandbox is not in memory.
-async fn restore(server: &Server, id: &str) -> (Ws, Value) {
-    let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
-    ws.repeats_allowed = true;
-    id.clone_into(&mut ws.sandbox_id);
-    ws.expect_status("SANDBOX_RESTORING").await;
-    let running = ws.expect_status("SANDBOX_RUNNING").await;
-    (ws, running)
-}
+use sandboxer_e2e::{Incoming, Options, Server, Talk, User, Volume, Ws};
+use serde_json::json;
 
 /// What is brought to life before a save, and must be alive after it.
 const LIFE: &str = r#"
@@ -70,21 +29,21 @@ while True:
     time.sleep(0.01)
 PY
 (i=0; while true; do i=$((i+1)); echo $i; sleep 0.05; done > /tmp/way) &
-(while read -r line; do echo $line > /tmp/newest; done < /tmp/way) &
+(while read -r line; do echo $line > /tmp/newer; mv /tmp/newer /tmp/newest; done < /tmp/way) &
 until curl -s 127.0.0.1:8000 > /dev/null && [ -s /tmp/newest ]; do sleep 0.1; done
 "#;
 
 const LOOK: &str = r#"
 cat /root/file; ls /etc/hostname 2>/dev/null
 curl -s 127.0.0.1:8000; echo
-before=$(cat /tmp/newest); until [ -s /tmp/newest ] && [ "$(cat /tmp/newest)" -gt "$before" ]; do sleep 0.05; done; echo flows
+before=$(cat /tmp/newest); until [ "$(cat /tmp/newest)" -gt "$before" ]; do sleep 0.05; done; echo flows
 "#;
 
 #[tokio::test]
-async fn a_saved_sandbox_goes_on_at_another_server_with_files_memory_and_processes() {
-    let volume = Volume::default();
-    let (a, b) = (volume.serve(), volume.serve());
-    let mut ws = create(&a).await;
+async fn a_saved_sandbox_goes_on_at_another_users_server_with_files_memory_and_processes() {
+    let volume = Volume::of(User::Ordinary);
+    let (a, b) = (volume.serve(), volume.serve_as(User::Ordinary));
+    let mut ws = Ws::create_kept(&a).await;
     let id = ws.sandbox_id.clone();
     let created = volume.metadata(&id);
     assert_eq!((&created["status"], &created["idle_timeout"]), (&json!("created"), &json!(300.0)), "{created}");
@@ -92,13 +51,13 @@ async fn a_saved_sandbox_goes_on_at_another_server_with_files_memory_and_process
     let _ = ws.bash(LIFE).await.ok();
     let counted = |text: &str| text.lines().nth(1).unwrap().split(' ').next().unwrap().parse::<u64>().unwrap();
     let before = ws.bash(LOOK).await.ok().to_owned();
-    checkpoint(ws, json!({"action": "checkpoint"})).await;
+    ws.checkpoint().await;
     assert_eq!(volume.metadata(&id)["status"], "checkpointed");
     let record = volume.record(&id);
     assert!(record["owner"].is_null() && record["latest"].is_string(), "{record}");
     sandboxer_e2e::eventually("it no longer runs there", sandboxer_e2e::DEADLINE, || a.sandbox_processes().is_empty()).await;
 
-    let (mut ws, running) = restore(&b, &id).await;
+    let (mut ws, running) = Ws::restore(&b, &id).await;
     assert!(running.get("rewound").is_none(), "{running}");
     let after = ws.bash(LOOK).await.ok().to_owned();
     for text in [&before, &after] {
@@ -111,9 +70,11 @@ async fn a_saved_sandbox_goes_on_at_another_server_with_files_memory_and_process
     assert_eq!(volume.record(&id)["epoch"], 2);
 
     // And back, from where it is now.
-    checkpoint(ws, json!({"action": "checkpoint"})).await;
-    let (mut ws, _) = restore(&a, &id).await;
-    assert_eq!(ws.bash("cat /root/file").await.ok(), "kept\n");
+    ws.checkpoint().await;
+    let (mut ws, _) = Ws::restore(&a, &id).await;
+    let back = ws.bash(LOOK).await.ok().to_owned();
+    assert!(back.starts_with("kept\n") && back.ends_with(" still here\nflows\n") && counted(&back) > counted(&after), "{back}");
+    volume.expect_private();
     ws.send(json!({"action": "kill_sandbox"})).await;
     ws.expect_status("SANDBOX_KILLING").await;
     ws.expect_status("SANDBOX_KILLED").await;
@@ -128,101 +89,49 @@ async fn a_saved_sandbox_goes_on_at_another_server_with_files_memory_and_process
 
 #[tokio::test]
 async fn a_running_program_is_saved_along_if_asked_and_its_streams_are_exact() {
-    const PROGRAM: &str = "
-import sys, threading, time
-def echo():
-    for line in sys.stdin:
-        print('echo', line.strip(), flush=True)
-    print('bye', flush=True)
-reader = threading.Thread(target=echo); reader.start()
-n = 0
-while reader.is_alive():
-    print('n', n, file=sys.stderr, flush=True); n += 1; time.sleep(0.005)
-";
-    let volume = Volume::default();
-    let servers = [volume.serve(), volume.serve()];
-    let mut ws = create(&servers[0]).await;
+    let volume = Volume::of(User::Ordinary);
+    let servers = [volume.serve(), volume.serve_as(User::Ordinary)];
+    let mut ws = Ws::create_kept(&servers[0]).await;
     let id = ws.sandbox_id.clone();
-    ws.start(json!({"language": "python", "code": PROGRAM, "execution_id": "e"})).await;
-    let (mut out, mut err) = (Assembly::default(), Assembly::default());
-    let mut sent = String::new();
+    let mut talk = Talk::begin(&mut ws).await;
     for round in 1..=4 {
-        let line = format!("line {round}\n");
-        ws.send(json!({"event": "stdin", "data": line, "offset": sent.len()})).await;
-        sent += &line;
-        let wanted = err.bytes.len() + 400;
-        while err.bytes.len() < wanted {
-            let message = ws.next().await;
-            match message["event"].as_str().unwrap() {
-                "stdout" => out.take(&message),
-                "stderr" => err.take(&message),
-                "stdin_ack" | "resumed" => {}
-                _ => panic!("{message}"),
-            }
+        talk.go_on(&mut ws, 400).await;
+        for message in ws.checkpoint_with_execution().await {
+            talk.take(&message);
         }
-        let (_, said) = checkpoint_with_output(ws, json!({"action": "checkpoint", "include_execution": true})).await;
-        for message in said {
-            if message["event"] == "stdout" { out.take(&message) } else { err.take(&message) }
-        }
-        (ws, _) = restore(&servers[round % 2], &id).await;
-        ws.send(json!({"action": "reconnect", "execution_id": "e", "stdout_offset": out.bytes.len(), "stderr_offset": err.bytes.len()}))
-            .await;
-        let resumed = ws.next().await;
-        assert_eq!((&resumed["event"], &resumed["running"]), (&json!("resumed"), &json!(true)), "{resumed}");
-        // What was not taken is sent again.
-        let taken = usize::try_from(resumed["stdin_offset"].as_u64().unwrap()).unwrap();
-        if taken < sent.len() {
-            ws.send(json!({"event": "stdin", "data": sent[taken..], "offset": taken})).await;
-        }
+        (ws, _) = Ws::restore(&servers[round % 2], &id).await;
+        talk.resume(&mut ws).await;
     }
-    ws.send(json!({"event": "stdin_eof", "offset": sent.len()})).await;
-    loop {
-        let message = ws.next().await;
-        match message["event"].as_str().unwrap() {
-            "stdout" => out.take(&message),
-            "stderr" => err.take(&message),
-            "stdin_ack" => {}
-            _ => {
-                assert_eq!((&message["status"], &message["exit_code"]), (&json!("SANDBOX_EXECUTION_DONE"), &json!(0)), "{message}");
-                break;
-            }
-        }
-    }
-    assert_eq!(String::from_utf8_lossy(&out.bytes), "echo line 1\necho line 2\necho line 3\necho line 4\nbye\n");
-    let numbers = String::from_utf8(err.bytes).unwrap();
-    for (number, line) in numbers.lines().enumerate() {
-        assert_eq!(line, format!("n {number}"));
-    }
+    talk.finish(&mut ws).await;
 }
 
 #[tokio::test]
 async fn a_terminal_with_a_half_typed_line_goes_on_where_it_was() {
-    let volume = Volume::default();
-    let (a, b) = (volume.serve(), volume.serve());
-    let mut ws = create(&a).await;
+    /// Reads until the terminal shows this.
+    async fn shown(ws: &mut Ws, text: &str) {
+        let mut seen = String::new();
+        while !seen.contains(text) {
+            let message = ws.next().await;
+            assert!(matches!(message["event"].as_str(), Some("stdout" | "stdin_ack")), "{message}; so far: {seen:?}");
+            seen += message["data"].as_str().unwrap_or_default();
+        }
+    }
+    let volume = Volume::of(User::Ordinary);
+    let (a, b) = (volume.serve(), volume.serve_as(User::Ordinary));
+    let mut ws = Ws::create_kept(&a).await;
     let id = ws.sandbox_id.clone();
     ws.start(json!({"language": "bash", "code": "PS1='> ' exec bash --norc -i", "tty": {"rows": 24, "cols": 80}, "execution_id": "t"}))
         .await;
-    ws.until_output("stdout", "> ").await;
-    ws.send(json!({"event": "stdin", "data": "echo one two", "offset": 0})).await;
-    let mut seen = String::new();
-    while !seen.contains("echo one two") {
-        let message = ws.next().await;
-        if message["event"] == "stdout" {
-            seen += message["data"].as_str().unwrap();
-        }
-    }
-    checkpoint_with_output(ws, json!({"action": "checkpoint", "include_execution": true})).await;
-    let (mut ws, _) = restore(&b, &id).await;
-    ws.send(json!({"action": "reconnect", "execution_id": "t"})).await;
-    assert_eq!(ws.next().await["event"], "resumed");
-    ws.send(json!({"event": "stdin", "data": " three\r", "offset": 12})).await;
-    let mut seen = String::new();
-    while !seen.contains("\rone two three\r") {
-        let message = ws.next().await;
-        if message["event"] == "stdout" {
-            seen += message["data"].as_str().unwrap();
-        }
+    shown(&mut ws, "> ").await;
+    let mut typed = 0;
+    for (server, typing, shows) in [(&b, "echo one", "echo one"), (&a, " two", " two"), (&b, " three\r", "\rone two three\r")] {
+        ws.send(json!({"event": "stdin", "data": typing, "offset": typed})).await;
+        typed += typing.len();
+        shown(&mut ws, shows).await;
+        ws.checkpoint_with_execution().await;
+        (ws, _) = Ws::restore(server, &id).await;
+        ws.send(json!({"action": "reconnect", "execution_id": "t"})).await;
+        assert_eq!(ws.next().await["event"], "resumed");
     }
 }
 
@@ -230,7 +139,7 @@ async fn a_terminal_with_a_half_typed_line_goes_on_where_it_was() {
 async fn a_checkpoint_during_an_execution_is_refused_and_the_output_goes_on() {
     let volume = Volume::default();
     let server = volume.serve();
-    let mut ws = create(&server).await;
+    let mut ws = Ws::create_kept(&server).await;
     ws.start(json!({"language": "bash", "code": "read x; echo $x"})).await;
     ws.send(json!({"action": "checkpoint"})).await;
     ws.expect_status("SANDBOX_CHECKPOINTING").await;
@@ -240,7 +149,7 @@ async fn a_checkpoint_during_an_execution_is_refused_and_the_output_goes_on() {
     ws.send(json!({"event": "stdin", "data": "on\n"})).await;
     assert_eq!(ws.until_done().await.ok(), "on\n");
     assert!(volume.record(&ws.sandbox_id)["latest"].is_null());
-    checkpoint(ws, json!({"action": "checkpoint"})).await;
+    ws.checkpoint().await;
 }
 
 #[tokio::test]
@@ -248,31 +157,23 @@ async fn a_sandbox_that_can_not_be_saved_is_kept_running() {
     let volume = Volume::default();
     let server = volume.serve();
     let mut ws = Ws::create(&server).await;
-    let _ = ws.bash("echo kept > f").await.ok();
-    ws.send(json!({"action": "checkpoint"})).await;
-    ws.expect_status("SANDBOX_CHECKPOINTING").await;
-    ws.expect_status("SANDBOX_CHECKPOINT_ERROR").await;
-    ws.expect_error("checkpoint_not_enabled").await;
-    ws.expect_close(4000).await;
     let id = ws.sandbox_id.clone();
+    let _ = ws.bash("echo kept > f").await.ok();
+    ws.expect_checkpoint_error("checkpoint_not_enabled").await;
     assert_eq!(Ws::attach(&server, &id).await.bash("cat f").await.ok(), "kept\n");
     assert!(!volume.path().join(&id).exists(), "a sandbox that is not kept leaves nothing on the volume");
 
     // A volume that can't be written any longer.
-    let mut ws = create(&server).await;
+    let mut ws = Ws::create_kept(&server).await;
     let id = ws.sandbox_id.clone();
     let _ = ws.bash("echo kept > f").await.ok();
     let dir = volume.path().join(&id).join("checkpoints");
     fs::write(&dir, "in the way").unwrap();
-    ws.send(json!({"action": "checkpoint"})).await;
-    ws.expect_status("SANDBOX_CHECKPOINTING").await;
-    ws.expect_status("SANDBOX_CHECKPOINT_ERROR").await;
-    ws.expect_error("checkpoint_failed").await;
-    ws.expect_close(4000).await;
+    ws.expect_checkpoint_error("checkpoint_failed").await;
     fs::remove_file(&dir).unwrap();
     let mut ws = Ws::attach(&server, &id).await;
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
-    checkpoint(ws, json!({"action": "checkpoint"})).await;
+    ws.checkpoint().await;
 }
 
 #[tokio::test]
@@ -298,7 +199,7 @@ async fn without_its_token_nothing_is_restored_or_locked() {
     ws.send(json!({"enable_checkpoint": true})).await;
     ws.expect_created().await;
     let token = ws.sandbox_token.clone();
-    let id = checkpoint(ws, json!({"action": "checkpoint"})).await;
+    let id = ws.checkpoint().await;
     let record = volume.record(&id);
     assert!(!record.to_string().contains(&token), "the token itself is nowhere: {record}");
     let wrong = "0".repeat(token.len());
@@ -328,7 +229,7 @@ fn flip(file: &Path, at: u64) {
 async fn a_damaged_checkpoint_is_told_precisely_and_nothing_is_changed() {
     let volume = Volume::default();
     let a = volume.serve();
-    let id = checkpoint(create(&a).await, json!({"action": "checkpoint"})).await;
+    let id = Ws::create_kept(&a).await.checkpoint().await;
     // A server that has nothing of it in a cache.
     let b = volume.serve();
     let manifest = volume.latest(&id);
@@ -352,27 +253,19 @@ async fn a_damaged_checkpoint_is_told_precisely_and_nothing_is_changed() {
     for (what, damage, said) in faults {
         damage();
         let before = volume.contents();
-        let mut ws = Ws::open(&b, &format!("/attach/{id}")).await;
-        ws.expect_status("SANDBOX_RESTORING").await;
-        let status = ws.expect_status("SANDBOX_RESTORE_ERROR").await;
-        let text = status["message"].as_str().unwrap();
+        let text = Ws::expect_restore_error(&b, &id).await;
         assert!(said.iter().all(|word| text.contains(word)), "{what}: {text}");
-        ws.expect_error("restore_failed").await;
-        ws.expect_close(4000).await;
-        assert_eq!(volume.contents(), before, "{what}: nothing is changed");
-        let verified = sandboxer_e2e::command().args(["store", "verify", "--checkpoint-path"]).arg(volume.path()).output().unwrap();
+        assert_eq!(volume.contents(), before, "{what}: nothing is changed, the record neither");
+        let verified = volume.store(&["verify"]);
         assert_eq!(verified.status.code(), Some(1), "{what}: {verified:?}");
         assert!(b.sandbox_processes().is_empty(), "{what}");
         fs::write(&manifest, &whole).unwrap();
         fs::write(pack, &packed).unwrap();
     }
     assert!(record.exists());
-    let verified = sandboxer_e2e::command().args(["store", "verify", "--checkpoint-path"]).arg(volume.path()).output().unwrap();
-    assert!(verified.status.success() && sandboxer_e2e::stdout_of(&verified).contains("no fault"), "{verified:?}");
-    let listed = sandboxer_e2e::command().args(["store", "ls", "--json", "--checkpoint-path"]).arg(volume.path()).output().unwrap();
-    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
-    assert_eq!((&listed["items"][0]["id"], &listed["items"][0]["status"]), (&json!(id), &json!("saved")), "{listed}");
-    let (mut ws, running) = restore(&b, &id).await;
+    volume.verify();
+    assert_eq!(volume.ls(&id)["status"], "saved");
+    let (mut ws, running) = Ws::restore(&b, &id).await;
     assert!(running.get("rewound").is_none(), "nothing ran meanwhile: {running}");
     ws.expect_alive().await;
 }
@@ -402,7 +295,7 @@ async fn an_idle_sandbox_is_saved_and_comes_back() {
     ws.close().await;
     sandboxer_e2e::eventually("it is saved and released", sandboxer_e2e::DEADLINE, || volume.record(&id)["owner"].is_null()).await;
     sandboxer_e2e::eventually("it runs no longer", sandboxer_e2e::DEADLINE, || server.sandbox_processes().is_empty()).await;
-    let (mut ws, running) = restore(&server, &id).await;
+    let (mut ws, running) = Ws::restore(&server, &id).await;
     assert!(running.get("rewound").is_none(), "{running}");
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
 }
@@ -411,7 +304,7 @@ async fn an_idle_sandbox_is_saved_and_comes_back() {
 async fn a_server_that_is_stopped_saves_its_sandboxes_first() {
     let volume = Volume::default();
     let (mut a, b) = (volume.serve(), volume.serve());
-    let mut kept = create(&a).await;
+    let mut kept = Ws::create_kept(&a).await;
     let mut other = Ws::create(&a).await;
     let id = kept.sandbox_id.clone();
     kept.start(json!({"language": "bash", "code": "for i in $(seq 1 100000); do echo $i; sleep 0.01; done", "execution_id": "e"})).await;
@@ -432,7 +325,7 @@ async fn a_server_that_is_stopped_saves_its_sandboxes_first() {
     other.expect_error("server_stopping").await;
     other.expect_close(1001).await;
     assert!(a.exited().await.success());
-    let (mut ws, running) = restore(&b, &id).await;
+    let (mut ws, running) = Ws::restore(&b, &id).await;
     assert!(running.get("rewound").is_none(), "{running}");
     let end = out.last().unwrap()["end"].as_u64().unwrap();
     ws.send(json!({"action": "reconnect", "execution_id": "e", "stdout_offset": end})).await;
@@ -446,9 +339,9 @@ async fn a_server_that_is_stopped_saves_its_sandboxes_first() {
 async fn an_instance_without_the_image_fetches_it_from_the_volume() {
     let volume = Volume::default();
     let a = volume.serve();
-    let mut ws = create(&a).await;
+    let mut ws = Ws::create_kept(&a).await;
     let _ = ws.bash("echo kept > f").await.ok();
-    let id = checkpoint(ws, json!({"action": "checkpoint"})).await;
+    let id = ws.checkpoint().await;
     let images = tempfile::tempdir().unwrap();
     let b: Server = Options::default()
         .env("CHECKPOINT_AND_RESTORE_PATH", volume.path().to_str().unwrap())
@@ -456,6 +349,6 @@ async fn an_instance_without_the_image_fetches_it_from_the_volume() {
         .arg(images.path().to_str().unwrap())
         .not_waiting()
         .start();
-    let (mut ws, _) = restore(&b, &id).await;
+    let (mut ws, _) = Ws::restore(&b, &id).await;
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
 }

@@ -337,7 +337,7 @@ pub(crate) fn kind_of(path: &Path) -> Option<Kind> {
     let text = path.as_ref();
     match (text.split('/').next(), path.filename()) {
         (Some("packs"), _) => Some(Kind::Pack),
-        (Some("locks"), _) => Some(Kind::Record),
+        (Some("locks"), _) => Some(Kind::Publish),
         (_, Some("latest")) => Some(Kind::Latest),
         (_, Some("metadata.json")) => Some(Kind::Metadata),
         (_, Some(name)) if name.ends_with(".img") => Some(Kind::Manifest),

@@ -20,6 +20,7 @@ mod load;
 mod local;
 pub mod manifest;
 mod metadata;
+mod owner;
 pub mod pack;
 mod publish;
 mod save;

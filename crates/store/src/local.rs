@@ -6,7 +6,6 @@
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path as OsPath, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -21,6 +20,7 @@ use object_store::{
 
 use crate::failpoint::{FailPoints, Stage};
 use crate::layout::kind_of;
+use crate::owner::Owner;
 
 const NAME: &str = "volume";
 const MAX_DURABLE_DIRS: usize = 4096;
@@ -36,37 +36,6 @@ pub enum Step {
     Rename { from: PathBuf, to: PathBuf },
     Unlink(PathBuf),
     SyncDir(PathBuf),
-}
-
-/// Who may read what is written: whoever may write into the volume's root, which is its owner, and its group if that can write there.
-#[derive(Debug, Clone, Copy)]
-struct Owner {
-    file_mode: u32,
-    dir_mode: u32,
-    chown: Option<(u32, u32)>,
-}
-
-impl Owner {
-    fn of(root: &fs::Metadata) -> Self {
-        let shared = root.mode() & 0o020 != 0;
-        // Root's own files must stay readable to the ordinary user whose volume it is.
-        let foreign = nix::unistd::geteuid().is_root() && root.uid() != 0;
-        Self {
-            file_mode: if shared { 0o660 } else { 0o600 },
-            dir_mode: if shared { 0o770 | (root.mode() & 0o2000) } else { 0o700 },
-            chown: foreign.then_some((root.uid(), root.gid())),
-        }
-    }
-
-    fn give(self, path: &OsPath, mode: u32) -> io::Result<()> {
-        fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
-        let Some((uid, gid)) = self.chown else { return Ok(()) };
-        match std::os::unix::fs::chown(path, Some(uid), Some(gid)) {
-            // "Root" of a user namespace that does not know the owner: it stays its own.
-            Err(error) if matches!(error.raw_os_error(), Some(nix::libc::EPERM | nix::libc::EINVAL)) => Ok(()),
-            other => other,
-        }
-    }
 }
 
 #[derive(Debug, Clone)]
@@ -122,8 +91,8 @@ impl LocalStore {
         let target = self.read.path_to_filesystem(location).map_err(io::Error::other)?;
         let parent = target.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::InvalidInput)?;
         self.make_dir(parent)?;
-        let (file, staged) = self.stage(&target)?;
-        let result = self.write(file, &staged, payload, &reach).and_then(|()| self.name(&staged, &target, parent, mode, &reach));
+        let staged = staged(&target);
+        let result = self.write(&staged, payload, &reach).and_then(|()| self.name(&staged, &target, parent, mode, &reach));
         if result.is_err() {
             // The write's own error is the one to tell.
             let _ = fs::remove_file(&staged);
@@ -133,17 +102,8 @@ impl LocalStore {
         Ok(PutResult { e_tag: None, version: None, extensions: object_store::Extensions::default() })
     }
 
-    /// A file beside the target, of a name that `object_store` neither lists nor reads.
-    fn stage(&self, target: &OsPath) -> io::Result<(File, PathBuf)> {
-        let mut staged = target.as_os_str().to_owned();
-        staged.push(format!("#{}", uuid::Uuid::new_v4().as_u128()));
-        let staged = PathBuf::from(staged);
-        let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&staged)?;
-        Ok((file, staged))
-    }
-
-    fn write(&self, mut file: File, staged: &OsPath, payload: &PutPayload, reach: &impl Fn(Stage) -> io::Result<()>) -> io::Result<()> {
-        self.owner.give(staged, self.owner.file_mode)?;
+    fn write(&self, staged: &OsPath, payload: &PutPayload, reach: &impl Fn(Stage) -> io::Result<()>) -> io::Result<()> {
+        let mut file = self.owner.create(staged)?;
         payload.iter().try_for_each(|piece| file.write_all(piece))?;
         #[cfg(feature = "testing")]
         self.note(|| Step::Write { path: staged.to_owned(), payload: payload.clone() });
@@ -189,18 +149,17 @@ impl LocalStore {
 
     /// Makes what is missing between the root and `dir`, durably. One that is there may have been made a moment ago by somebody who has not synced it yet.
     fn make_dir(&self, dir: &OsPath) -> io::Result<()> {
-        if dir == *self.root || (self.durable.lock().unwrap_or_else(PoisonError::into_inner).contains(dir) && dir.is_dir()) {
+        if dir == *self.root || (self.durable.lock().unwrap_or_else(PoisonError::into_inner).contains(dir) && is_plain_dir(dir)) {
             return Ok(());
         }
         let parent = dir.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::NotFound)?;
         self.make_dir(parent)?;
-        match fs::DirBuilder::new().mode(0o700).create(dir) {
+        match self.owner.make_dir(dir) {
             Ok(()) => {
-                self.owner.give(dir, self.owner.dir_mode)?;
                 #[cfg(feature = "testing")]
                 self.note(|| Step::MakeDir(dir.to_owned()));
             }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && fs::symlink_metadata(dir)?.is_dir() => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_plain_dir(dir) => {}
             Err(error) => return Err(error),
         }
         self.sync_dir(parent)?;
@@ -232,6 +191,17 @@ impl LocalStore {
         }
         Ok(())
     }
+}
+
+/// A name beside the target that `object_store` neither lists nor reads.
+fn staged(target: &OsPath) -> PathBuf {
+    let mut name = target.as_os_str().to_owned();
+    name.push(format!("#{}", uuid::Uuid::new_v4().as_u128()));
+    name.into()
+}
+
+fn is_plain_dir(dir: &OsPath) -> bool {
+    fs::symlink_metadata(dir).is_ok_and(|about| about.is_dir())
 }
 
 fn generic(source: io::Error) -> StoreError {

@@ -136,7 +136,7 @@ fn a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint() {
         runtime.block_on(checkpoint(&volume, sandbox.parse().unwrap(), local.path(), 2)).unwrap();
         return;
     }
-    for kind in Kind::ALL {
+    for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Record) {
         for stage in Stage::ALL {
             let (root, local) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
             let sandbox_id = SandboxId::random();
@@ -155,8 +155,8 @@ fn a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint() {
             // The rename of the record is what makes it count.
             let committed = match kind {
                 Kind::Pack | Kind::Manifest => false,
-                Kind::Record => matches!(stage, Stage::Named | Stage::After),
-                Kind::Latest | Kind::Metadata => true,
+                Kind::Publish => matches!(stage, Stage::Named | Stage::After),
+                Kind::Record | Kind::Latest | Kind::Metadata => true,
             };
             assert!(content == data(if committed { 2 } else { 1 }), "{point}");
             // And the next save goes through.

@@ -269,7 +269,7 @@ async fn restore(
 }
 
 async fn restore_error(mut socket: WebSocket, why: &str) -> Result<(), axum::Error> {
-    let message = format!("The sandbox could not be restored, and nothing on the volume was changed: {why}");
+    let message = format!("The sandbox could not be restored, and nothing that is saved of it was changed: {why}");
     send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::RestoreError).message(message.clone()))).await?;
     send(&mut socket, &ServerEvent::Error(ErrorEvent::new(ErrorCode::RestoreFailed, message))).await?;
     socket::close(socket, CloseCode::Application).await

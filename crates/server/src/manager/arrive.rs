@@ -12,6 +12,7 @@ use sandboxer_store::{
         Sought,
         handoff::{self, Arrival},
     },
+    record::Stored,
 };
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
@@ -76,6 +77,8 @@ pub(crate) struct Restorer {
     checkpoints: Arc<Checkpoints>,
     id: SandboxId,
     token_sha256: String,
+    /// What was got ready before the sandbox was held.
+    ahead: Mutex<Option<(CheckpointName, Loaded)>>,
     restored: Arc<Mutex<Option<Restored>>>,
 }
 
@@ -111,6 +114,7 @@ impl Manager {
         let begun = Instant::now();
         let looked = checkpoints.look(id).await.map_err(|error| ArriveError::Failed(error.to_string()))?;
         let Some(stored) = looked else { return Err(not_found()) };
+        let ahead = self.look_ahead(&checkpoints, id, &stored).await?;
         let wire = Wire::default();
         let restored = Arc::new(Mutex::new(None));
         let restorer = Restorer {
@@ -118,6 +122,7 @@ impl Manager {
             checkpoints: Arc::clone(&checkpoints),
             id,
             token_sha256: Checkpoints::token_sha256(&stored).to_owned(),
+            ahead: Mutex::new(ahead),
             restored: Arc::clone(&restored),
         };
         let runtime = Arc::clone(&self.runtime);
@@ -156,6 +161,36 @@ impl Manager {
         Ok(Arrived { handle, greeting: ServerEvent::StatusUpdate(greeting) })
     }
 
+    /// Gets ready what nobody has, before it is held: a restore that can't succeed leaves the record as it is.
+    async fn look_ahead(
+        &self,
+        checkpoints: &Checkpoints,
+        id: SandboxId,
+        stored: &Stored,
+    ) -> Result<Option<(CheckpointName, Loaded)>, ArriveError> {
+        let record = &stored.record;
+        let (None, None, Some(name)) = (&record.owner, &record.tombstone, record.latest) else { return Ok(None) };
+        if self.slots.available_permits() == 0 {
+            return Err(ArriveError::Failed(self.full()));
+        }
+        let why = match checkpoints.load(ManifestAt::Checkpoint { sandbox_id: id, name }, &self.images).await {
+            Ok(loaded) => match loaded.state.config.limits.again(&self.settings.max_limits, &self.host) {
+                Ok(_) => return Ok(Some((name, loaded))),
+                Err(error) => error.message,
+            },
+            Err(why) => why,
+        };
+        // Somebody may have gone on with it, and removed what it was at.
+        match checkpoints.look(id).await {
+            Ok(Some(now)) if now.record.sequence == record.sequence => Err(ArriveError::Failed(why)),
+            _ => Ok(None),
+        }
+    }
+
+    fn full(&self) -> String {
+        format!("This server has {} sandboxes, and that is all it may have. Try another one.", self.settings.max_sandboxes)
+    }
+
     /// One at a time for each sandbox.
     fn turn(&self, id: SandboxId) -> Arc<Semaphore> {
         let mut arriving = self.arriving.lock().unwrap_or_else(PoisonError::into_inner);
@@ -173,14 +208,12 @@ impl Restorer {
     /// A restore that gVisor fails is tried once more.
     pub(crate) async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String> {
         let manager = &self.manager;
-        let Ok(slot) = Arc::clone(&manager.slots).try_acquire_owned() else {
-            return Err(format!(
-                "This server has {} sandboxes, and that is all it may have. Try another one.",
-                manager.settings.max_sandboxes
-            ));
+        let slot = Arc::clone(&manager.slots).try_acquire_owned().map_err(|_| manager.full())?;
+        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Loaded { files, state, image, .. } = match ahead.filter(|(ahead, _)| *ahead == name) {
+            Some((_, loaded)) => loaded,
+            None => self.checkpoints.load(ManifestAt::Checkpoint { sandbox_id: self.id, name }, &manager.images).await?,
         };
-        let at = ManifestAt::Checkpoint { sandbox_id: self.id, name };
-        let Loaded { files, state, image, .. } = self.checkpoints.load(at, &manager.images).await?;
         let record = Record {
             version: RECORD_VERSION,
             id: self.id,

@@ -31,7 +31,7 @@ use sandboxer_protocol::SandboxId;
 
 use self::{files::Files, watch::Watch};
 use super::{Changes, Codec, ReadError, Record, RecordStore, Stored, SwapError};
-use crate::failpoint::FailPoints;
+use crate::{failpoint::FailPoints, owner::Owner};
 
 /// How far a write has come; between any two of these a writer may die or stop for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -75,8 +75,9 @@ impl DirectoryRecords {
     /// It is not there, or can't be written.
     pub fn open(root: &Path, codec: Codec, points: FailPoints) -> io::Result<Self> {
         let locks: PathBuf = root.join(crate::layout::locks().as_ref());
-        files::make_directory(&locks)?;
-        Ok(Self { files: Arc::new(Files::new(locks, codec, points)), watch: Watch::default() })
+        let owner = Owner::of(&std::fs::metadata(root)?);
+        files::make_directory(owner, &locks)?;
+        Ok(Self { files: Arc::new(Files::new(locks, owner, codec, points)), watch: Watch::default() })
     }
 
     /// Calls `hook` at every step.

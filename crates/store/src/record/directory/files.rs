@@ -1,9 +1,9 @@
 //! The blocking work on the files of one record. Everything here runs off the async threads.
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{self, ErrorKind, Read as _, Write as _},
-    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
@@ -15,6 +15,7 @@ use uuid::Uuid;
 use super::{KEEP, Step, StepHook};
 use crate::{
     failpoint::{FailPoints, Kind, Stage},
+    owner::Owner,
     record::{BadRecord, Codec, MAX_RECORD_BYTES, ReadError, Record, Stored, SwapError, Tag},
 };
 
@@ -31,6 +32,7 @@ const MAX_TRIES: usize = 64;
 
 pub(super) struct Files {
     locks: PathBuf,
+    owner: Owner,
     codec: Codec,
     points: FailPoints,
     hook: Option<StepHook>,
@@ -51,14 +53,15 @@ impl Names {
 }
 
 impl Files {
-    pub(super) fn new(locks: PathBuf, codec: Codec, points: FailPoints) -> Self {
+    pub(super) fn new(locks: PathBuf, owner: Owner, codec: Codec, points: FailPoints) -> Self {
         let stale_views = is_network(&locks);
-        Self { locks, codec, points, hook: None, stale_views }
+        Self { locks, owner, codec, points, hook: None, stale_views }
     }
 
     pub(super) fn hooked(&self, hook: StepHook) -> Self {
         Self {
             locks: self.locks.clone(),
+            owner: self.owner,
             codec: self.codec.clone(),
             points: self.points.clone(),
             hook: Some(hook),
@@ -90,7 +93,7 @@ impl Files {
         follows(0, first)?;
         let dir = self.versions(id);
         let unwritten = |error: io::Error| SwapError::Unavailable(error.to_string());
-        make_directory(&dir).map_err(unwritten)?;
+        make_directory(self.owner, &dir).map_err(unwritten)?;
         sync_directory(&self.locks).map_err(unwritten)?;
         let stored = self.link_next(id, None, first)?;
         // The copy's name is what makes the sandbox visible to people: durable from the start.
@@ -106,7 +109,9 @@ impl Files {
     fn link_next(&self, id: SandboxId, expected: Option<&Stored>, next: &Record) -> Result<Stored, SwapError> {
         let dir = self.versions(id);
         let bytes = self.codec.encode(id, next)?;
-        self.step(Step::Begun).map_err(|error| SwapError::Unavailable(error.to_string()))?;
+        let publishes = next.latest.is_some() && next.latest != expected.and_then(|expected| expected.record.latest);
+        let kind = if publishes { Kind::Publish } else { Kind::Record };
+        self.step(kind, Step::Begun).map_err(|error| SwapError::Unavailable(error.to_string()))?;
         let there = self.read_back(id)?;
         let as_expected = match (&there, expected) {
             (None, None) => true,
@@ -117,7 +122,8 @@ impl Files {
             return settle(there, next);
         }
         let unfinished = dir.join(format!("{}.{}{UNFINISHED}", next.sequence, Uuid::new_v4().simple()));
-        let written = self.write(&unfinished, &bytes).and_then(|()| fs::hard_link(&unfinished, dir.join(version_name(next.sequence))));
+        let written =
+            self.write(kind, &unfinished, &bytes).and_then(|()| fs::hard_link(&unfinished, dir.join(version_name(next.sequence))));
         if let Err(error) = written {
             let _ = fs::remove_file(&unfinished);
             return match error.kind() {
@@ -130,7 +136,7 @@ impl Files {
             };
         }
         let unknown = |error: io::Error| SwapError::Unknown(error.to_string());
-        self.step(Step::Linked).map_err(unknown)?;
+        self.step(kind, Step::Linked).map_err(unknown)?;
         let names = names(&dir).map_err(unknown)?;
         if names.newest() > Some(next.sequence) {
             let _ = fs::remove_file(&unfinished);
@@ -142,24 +148,23 @@ impl Files {
             return Err(SwapError::Conflict(None));
         }
         sync_directory(&dir).map_err(unknown)?;
-        self.step(Step::Settled).map_err(unknown)?;
+        self.step(kind, Step::Settled).map_err(unknown)?;
         // From here on the swap has happened, whatever becomes of the copy and of what is old.
         if fs::rename(&unfinished, self.copy(id)).is_err() {
             let _ = fs::remove_file(&unfinished);
         }
-        if self.step(Step::Copied).is_ok() {
-            self.clean(&dir, &names);
+        if self.step(kind, Step::Copied).is_ok() {
+            self.clean(kind, &dir, &names);
         }
         Ok(Stored { record: next.clone(), tag: Tag::default() })
     }
 
-    fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(path)?;
-        belong_to_parent(path, |uid, gid| std::os::unix::fs::fchown(&file, uid, gid))?;
+    fn write(&self, kind: Kind, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        let mut file = self.owner.create(path)?;
         file.write_all(bytes)?;
-        self.step(Step::Written)?;
+        self.step(kind, Step::Written)?;
         file.sync_all()?;
-        self.step(Step::Synced)
+        self.step(kind, Step::Synced)
     }
 
     pub(super) fn remove(&self, id: SandboxId, expected: &Stored) -> Result<(), SwapError> {
@@ -245,7 +250,7 @@ impl Files {
     }
 
     /// Removes what is old, from the lowest up. What can't be removed now is removed by a later writer.
-    fn clean(&self, dir: &Path, names: &Names) {
+    fn clean(&self, kind: Kind, dir: &Path, names: &Names) {
         let Some(keep_from) = names.newest().and_then(|newest| (newest + 1).checked_sub(KEEP)) else { return };
         let newest = if self.stale_views { modified(dir, names.newest()) } else { None };
         for sequence in names.versions.iter().copied().take_while(|sequence| *sequence < keep_from) {
@@ -255,7 +260,7 @@ impl Files {
                 break;
             }
             let removed = gone(fs::remove_file(dir.join(version_name(sequence)))).is_ok();
-            if !removed || self.step(Step::Cleaned).is_err() {
+            if !removed || self.step(kind, Step::Cleaned).is_err() {
                 return;
             }
         }
@@ -264,7 +269,7 @@ impl Files {
         }
     }
 
-    fn step(&self, step: Step) -> io::Result<()> {
+    fn step(&self, kind: Kind, step: Step) -> io::Result<()> {
         if let Some(hook) = &self.hook {
             hook(step);
         }
@@ -276,7 +281,7 @@ impl Files {
             Step::Settled => Stage::After,
             Step::Copied | Step::Cleaned => return Ok(()),
         };
-        self.points.hit(Kind::Record, stage)
+        self.points.hit(kind, stage)
     }
 }
 
@@ -333,25 +338,10 @@ fn modified(dir: &Path, sequence: Option<u64>) -> Option<SystemTime> {
     fs::symlink_metadata(dir.join(version_name(sequence?))).and_then(|meta| meta.modified()).ok()
 }
 
-pub(super) fn make_directory(path: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(0o700).create(path) {
-        Ok(()) => belong_to_parent(path, |uid, gid| std::os::unix::fs::lchown(path, uid, gid)),
+pub(super) fn make_directory(owner: Owner, path: &Path) -> io::Result<()> {
+    match owner.make_dir(path) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-        Err(error) => Err(error),
-    }
-}
-
-/// What root writes on a volume of an ordinary user belongs to that user, so that both can share it and nobody else sees it.
-fn belong_to_parent(path: &Path, give: impl FnOnce(Option<u32>, Option<u32>) -> io::Result<()>) -> io::Result<()> {
-    if !nix::unistd::geteuid().is_root() {
-        return Ok(());
-    }
-    let Some(parent) = path.parent() else { return Ok(()) };
-    let parent = fs::metadata(parent)?;
-    match give(Some(parent.uid()), Some(parent.gid())) {
-        // Inside a user namespace root is an ordinary user, and owners that it does not know can't be given anything.
-        Err(error) if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) => Ok(()),
-        given => given,
+        made => made,
     }
 }
 

@@ -1,0 +1,62 @@
+//! The real runsc behind a script that fails it on purpose, or lets it say that it is another version.
+
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::PathBuf,
+};
+
+use crate::Options;
+
+pub struct Runsc {
+    dir: tempfile::TempDir,
+}
+
+impl Default for Runsc {
+    fn default() -> Self {
+        let dir = tempfile::Builder::new().prefix("sbx-runsc-").tempdir_in("/tmp").unwrap();
+        symlink(real(), dir.path().join("real")).unwrap();
+        let script = dir.path().join("runsc");
+        fs::write(&script, include_str!("runsc.sh")).unwrap();
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        Self { dir }
+    }
+}
+
+impl Runsc {
+    #[must_use]
+    pub fn on(&self, options: Options) -> Options {
+        options.env("SANDBOXER_RUNSC", self.dir.path().join("runsc").to_str().unwrap())
+    }
+
+    /// It says that it is this version.
+    #[must_use]
+    pub fn saying(self, version: &str) -> Self {
+        fs::write(self.dir.path().join("version"), format!("runsc version {version}\n")).unwrap();
+        self
+    }
+
+    /// So many of the next calls of a command fail: `restore` or `checkpoint`.
+    pub fn fail(&self, command: &str, times: usize) {
+        for n in 0..times {
+            fs::write(self.dir.path().join(format!("{command}.fail-{n}")), "").unwrap();
+        }
+    }
+
+    /// How many of these failures are still to come.
+    #[must_use]
+    pub fn failures_left(&self) -> usize {
+        let names = fs::read_dir(self.dir.path()).unwrap().flatten().map(|entry| entry.file_name());
+        names.filter(|name| name.to_string_lossy().contains(".fail-")).count()
+    }
+}
+
+/// The one that a server would take: the one that is named, else the one that setup installed for this user, else the one in `PATH`.
+fn real() -> PathBuf {
+    let var = |name| std::env::var_os(name).map(PathBuf::from);
+    let data = var("XDG_DATA_HOME").or_else(|| var("HOME").map(|home| home.join(".local/share")));
+    let in_path = std::env::var_os("PATH").unwrap_or_default();
+    let in_path = std::env::split_paths(&in_path).map(|dir| dir.join("runsc"));
+    let candidates = var("SANDBOXER_RUNSC").into_iter().chain(data.map(|data| data.join("sandboxer/bin/runsc"))).chain(in_path);
+    candidates.into_iter().find(|path| path.is_file()).expect("there is no runsc: run scripts/setup")
+}
