@@ -150,7 +150,9 @@ impl Volume {
     /// What is there, by its digest, without what is being written.
     #[must_use]
     pub fn contents(&self) -> BTreeMap<PathBuf, String> {
-        files(self.path()).into_iter().map(|file| (file.clone(), sha256(&fs::read(&file).unwrap()))).collect()
+        // What is written now may have another name by the time it is read.
+        let read = |file: PathBuf| Some((file.clone(), sha256(&fs::read(&file).ok()?)));
+        files(self.path()).into_iter().filter_map(read).collect()
     }
 }
 

@@ -155,10 +155,10 @@ async fn with_a_volume_key_nothing_is_believed_that_was_not_written_with_it() {
     let mut ws = Ws::create_kept(&ours).await;
     let _ = ws.bash("echo kept > f").await.ok();
     let id = ws.checkpoint().await;
-    expect_refused(&volume, &others, &id, &["key"]).await;
+    expect_refused(&volume, &others, &id, &["sealed with this volume's key"]).await;
     // What was written without a key is not taken by who has one.
     let plain = Ws::create_kept(&open).await.checkpoint().await;
-    expect_refused(&volume, &ours, &plain, &["authenticat"]).await;
+    expect_refused(&volume, &ours, &plain, &["sealed with this volume's key"]).await;
 
     // Who can write there changes what the record says.
     let versions = volume.path().join("locks").join(format!("{id}.versions"));
@@ -167,7 +167,7 @@ async fn with_a_volume_key_nothing_is_believed_that_was_not_written_with_it() {
     let mut forged: Value = serde_json::from_slice(&record).unwrap();
     forged["attributes"]["token_sha256"] = Value::from("0".repeat(64));
     fs::write(&newest, forged.to_string()).unwrap();
-    expect_refused(&volume, &ours, &id, &["authenticat"]).await;
+    expect_refused(&volume, &ours, &id, &["sealed with this volume's key"]).await;
     fs::write(&newest, &record).unwrap();
     // Or puts another sandbox's manifest there, or one that carries no authentication.
     let manifest = volume.latest(&id);
