@@ -147,6 +147,12 @@ impl Volume {
         packs.into_iter().rev().map(|(_, file)| file).collect()
     }
 
+    /// What is there, and how large it is.
+    #[must_use]
+    pub fn sizes(&self) -> BTreeMap<PathBuf, u64> {
+        files(self.path()).into_iter().filter_map(|file| Some((file.clone(), fs::metadata(&file).ok()?.len()))).collect()
+    }
+
     /// What is there, by its digest, without what is being written.
     #[must_use]
     pub fn contents(&self) -> BTreeMap<PathBuf, String> {

@@ -2,11 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
+use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
     failpoint::FailPoints,
-    record::{Codec, DirectoryRecords, MemoryRecords, RecordStore, conformance::Subject},
+    record::{Codec, DirectoryRecords, MemoryRecords, Nonce, Record, RecordStore, Stamp, SwapError, conformance::Subject},
 };
 use tempfile::TempDir;
 
@@ -53,4 +54,28 @@ mod sealed_directory {
 mod memory {
     use super::*;
     sandboxer_store::record_conformance_tests!(Memory(Arc::new(MemoryRecords::default())));
+}
+
+#[tokio::test]
+async fn a_full_volume_takes_the_room_of_an_old_version_for_a_new_one() {
+    let root = tempfile::tempdir().unwrap();
+    let points = FailPoints::parse("record:written=full").unwrap();
+    let [plenty, full] =
+        [FailPoints::default(), points].map(|points| DirectoryRecords::open(root.path(), Codec::default(), points).unwrap());
+    let (id, stamp) = (SandboxId::random(), || Stamp { unix: 0, nonce: Nonce::random() });
+    let first = Record::first("a".parse().unwrap(), stamp(), BTreeMap::new());
+    let holder = first.holder().unwrap();
+    let one = plenty.create(id, &first).await.unwrap();
+    let refused = full.swap(id, &one, &one.record.by_owner(&holder, &[], stamp()).unwrap()).await;
+    assert!(matches!(refused, Err(SwapError::Unavailable(_))), "the newest version stays: {refused:?}");
+
+    let mut newest = one;
+    for _ in 0..12 {
+        newest = plenty.swap(id, &newest, &newest.record.by_owner(&holder, &[], stamp()).unwrap()).await.unwrap();
+        // Full once, until something was removed.
+        let points = FailPoints::parse("record:written=full@1").unwrap();
+        let nearly = DirectoryRecords::open(root.path(), Codec::default(), points).unwrap();
+        newest = nearly.swap(id, &newest, &newest.record.by_owner(&holder, &[], stamp()).unwrap()).await.unwrap();
+        assert_eq!(plenty.read(id).await.unwrap(), Some(newest.clone()));
+    }
 }

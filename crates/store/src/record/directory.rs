@@ -10,7 +10,7 @@
 //! can make. The record is whatever has the highest name, and the highest name never goes down:
 //! - a name that is not the highest may be removed, and a late writer may then make it again; it looks for a higher one after its
 //!   link, finds it, and knows that it may have lost;
-//! - names are removed from the lowest up, and the newest [`KEEP`] stay, so whoever lists the directory misses the highest only if
+//! - names are removed from the lowest up, and the newest [`KEEP`] stay (one less while the volume is full), so whoever lists the directory misses the highest only if
 //!   that many swaps come between, and then the one it found is gone when it opens it, and it lists again;
 //! - nothing is removed before the directory that holds the higher names is synced.
 //!

@@ -159,6 +159,31 @@ impl Files {
         Ok(Stored { record: next.clone(), tag: Tag::default() })
     }
 
+    /// A volume that is full to the last byte must not cost an owner its lease: the oldest version gives its room to the new one.
+    fn write_somehow(&self, kind: Kind, dir: &Path, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        match self.write(kind, path, bytes) {
+            Err(full) if matches!(full.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+                gone(fs::remove_file(path))?;
+                if !self.make_room(dir)? {
+                    return Err(full);
+                }
+                self.write(kind, path, bytes)
+            }
+            written => written,
+        }
+    }
+
+    /// Removes the oldest version, if there is another and nobody may act on an old view.
+    fn make_room(&self, dir: &Path) -> io::Result<bool> {
+        let [oldest, _, ..] = names(dir)?.versions[..] else { return Ok(false) };
+        if self.stale_views {
+            return Ok(false);
+        }
+        sync_directory(dir)?;
+        gone(fs::remove_file(dir.join(version_name(oldest))))?;
+        Ok(true)
+    }
+
     fn write(&self, kind: Kind, path: &Path, bytes: &[u8]) -> io::Result<()> {
         let mut file = self.owner.create(path)?;
         file.write_all(bytes)?;
