@@ -122,8 +122,9 @@ impl Files {
             return settle(there, next);
         }
         let unfinished = dir.join(format!("{}.{}{UNFINISHED}", next.sequence, Uuid::new_v4().simple()));
-        let written =
-            self.write(kind, &unfinished, &bytes).and_then(|()| fs::hard_link(&unfinished, dir.join(version_name(next.sequence))));
+        let written = self
+            .write_somehow(kind, &dir, &unfinished, &bytes)
+            .and_then(|()| fs::hard_link(&unfinished, dir.join(version_name(next.sequence))));
         if let Err(error) = written {
             let _ = fs::remove_file(&unfinished);
             return match error.kind() {
