@@ -78,6 +78,22 @@ impl Runsc {
         self.spawn_detached(&run.files.global_arguments(), run.arguments(), stdin, stdout)
     }
 
+    /// Likewise for `runsc create`, which leaves a container that waits for [`Self::restore_into`].
+    ///
+    /// # Errors
+    /// The binary could not be executed.
+    pub fn spawn_create(&self, run: &Run, stdin: OwnedFd, stdout: OwnedFd) -> Result<Child, CallError> {
+        self.spawn_detached(&run.files.global_arguments(), run.create_arguments(), stdin, stdout)
+    }
+
+    /// Brings what was saved into a container that was made by [`Self::spawn_create`]. It runs when this returns.
+    ///
+    /// # Errors
+    /// It could not be restored.
+    pub async fn restore_into(&self, restore: &Restore, limit: Duration) -> Result<(), CallError> {
+        self.call(restore.arguments(), limit).await.map(drop)
+    }
+
     /// Likewise for `runsc restore -detach`.
     ///
     /// # Errors

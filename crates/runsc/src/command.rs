@@ -76,6 +76,11 @@ impl Run {
         arguments
     }
 
+    /// `runsc create`: everything but the container's own processes is there when it ends.
+    pub(crate) fn create_arguments(&self) -> Vec<OsString> {
+        vec!["create".into(), joined("-pid-file=", &self.pid_file), joined("-bundle=", &self.bundle), self.id.clone().into()]
+    }
+
     fn tail(&self) -> [OsString; 4] {
         ["-detach".into(), joined("-pid-file=", &self.pid_file), joined("-bundle=", &self.bundle), self.id.clone().into()]
     }

@@ -34,6 +34,8 @@ macro_rules! conformance_tests {
     ($subject:expr) => {
         $crate::conformance_tests!($subject;
             an_agent_answers_with_its_version,
+            a_restore_may_begin_before_anything_is_there,
+            a_restore_that_was_only_begun_leaves_nothing,
             output_and_exit_code_are_exact,
             a_program_that_a_signal_ended_says_which,
             input_is_taken_once_and_in_order,

@@ -44,6 +44,8 @@ pub struct FakeRuntime(Arc<Shared>);
 #[derive(Default)]
 struct Shared {
     sandboxes: Mutex<HashMap<SandboxId, Sandbox>>,
+    /// Those whose agent is yet to come.
+    waiting: Mutex<HashMap<SandboxId, oneshot::Sender<Agent>>>,
     faults: Mutex<HashMap<Fault, String>>,
     refuses_executions: bool,
 }
@@ -107,6 +109,36 @@ impl FakeRuntime {
         self.sandboxes().get(&id).filter(|sandbox| sandbox.ended.now().is_none()).cloned().ok_or(RuntimeError::NotFound)
     }
 
+    fn waiting(&self) -> MutexGuard<'_, HashMap<SandboxId, oneshot::Sender<Agent>>> {
+        self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A sandbox whose agent is yet to come.
+    fn wait_for_agent(&self, id: SandboxId) -> Result<Instance, RuntimeError> {
+        let (server, guest) = duplex(PIPE_BYTES);
+        let (orders, mut receiver) = mpsc::channel(ORDERS);
+        let (sender, ended) = Ended::channel();
+        let (filled, agent) = oneshot::channel::<Agent>();
+        let mut sandboxes = self.sandboxes();
+        if sandboxes.contains_key(&id) {
+            return Err(RuntimeError::Invalid(format!("there is a sandbox {id} already")));
+        }
+        let task = tokio::spawn(async move {
+            let agent = tokio::select! {
+                agent = agent => agent.ok(),
+                // Nothing but its end can be ordered of it.
+                _ = receiver.recv() => None,
+            };
+            sender.tell(match agent {
+                Some(agent) => agent.run(guest, receiver).await,
+                None => End::Killed,
+            });
+        });
+        sandboxes.insert(id, Sandbox { orders, ended: ended.clone(), task: task.abort_handle() });
+        self.waiting().insert(id, filled);
+        Ok(instance(server, ended))
+    }
+
     fn run(&self, id: SandboxId, agent: impl FnOnce() -> Result<Agent, RuntimeError>) -> Result<Instance, RuntimeError> {
         let (server, guest) = duplex(PIPE_BYTES);
         let (orders, receiver) = mpsc::channel(ORDERS);
@@ -152,6 +184,9 @@ impl Runtime for FakeRuntime {
 
     fn take_up<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
         Box::pin(async move {
+            if self.waiting().contains_key(&id) {
+                return Err(RuntimeError::NotFound);
+            }
             let sandbox = self.find(id)?;
             let (server, guest) = duplex(PIPE_BYTES);
             sandbox.orders.send(Order::Connect(guest)).await.map_err(|_| RuntimeError::NotFound)?;
@@ -183,6 +218,18 @@ impl Runtime for FakeRuntime {
         Box::pin(async move { self.run(launch.id, || Agent::load(from, &launch.config)) })
     }
 
+    fn create<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        Box::pin(async move { self.wait_for_agent(launch.id) })
+    }
+
+    fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(async move {
+            let agent = Agent::load(from, &launch.config)?;
+            let waiting = self.waiting().remove(&launch.id).ok_or(RuntimeError::NotFound)?;
+            waiting.send(agent).map_err(|_| RuntimeError::NotFound)
+        })
+    }
+
     fn pause<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
         Box::pin(self.order(id, |reply| Order::Freeze { frozen: true, reply }))
     }
@@ -198,6 +245,7 @@ impl Runtime for FakeRuntime {
             }
             let sandbox = self.sandboxes().get(&id).cloned();
             if let Some(sandbox) = sandbox {
+                self.waiting().remove(&id);
                 sandbox.orders.send(Order::End(End::Killed)).await.ok();
                 sandbox.ended.wait().await;
                 self.sandboxes().remove(&id);

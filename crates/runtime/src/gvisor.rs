@@ -26,7 +26,7 @@ use sandboxer_runsc::{CallError, Features, Files, FindError, Global, Restore, Ru
 use tokio::{sync::watch as channel, time::timeout};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use self::watch::{Started, Watch};
+use self::watch::{Started, Starting, Watch};
 use crate::{
     AfterSave, BoxFuture, Ended, HostLimits, Instance, Launch, Runtime, RuntimeError,
     cgroup::SandboxCgroup,
@@ -43,6 +43,17 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// How long a start that is under way may go on when its sandbox is to be removed.
 const START_GRACE: Duration = Duration::from_secs(5);
+
+const RESTORE: &str = "restore the sandbox";
+
+/// How a container comes to be.
+#[derive(Clone, Copy)]
+enum How<'a> {
+    Run,
+    Restore(&'a Path),
+    /// It waits for what is to be restored into it.
+    Create,
+}
 
 /// Where the pieces are.
 #[derive(Debug, Clone)]
@@ -110,27 +121,24 @@ impl GvisorRuntime {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn launch(&self, launch: &Launch, from: Option<&Path>) -> Result<Instance, RuntimeError> {
+    /// Starts a sandbox, a saved one, or a container for one that is yet to come.
+    async fn launch(&self, launch: &Launch, how: How<'_>) -> Result<Instance, RuntimeError> {
         self.limits.check(&launch.resources)?;
         let image = std::path::absolute(&launch.image).unwrap_or_else(|_| launch.image.clone());
         if !image.is_file() {
             return Err(RuntimeError::Unavailable(format!("the image {} is not there", image.display())));
         }
         let dir = launch.dir.as_path();
-        let what = if from.is_some() { "restore the sandbox" } else { "start the sandbox" };
+        let what = if matches!(how, How::Run) { "start the sandbox" } else { RESTORE };
         let failed = |error: io::Error| RuntimeError::Failed { what, why: format!("{}: {error}", dir.display()) };
         write_bundle(launch, image).map_err(|why| RuntimeError::Failed { what, why })?;
         let ends = fifo::create(dir).map_err(failed)?;
         let cgroup = self.limits.create(launch.id, &launch.resources).map_err(failed)?;
-        let run = Run {
-            id: launch.id.to_string(),
-            bundle: dir.to_owned(),
-            pid_file: pid_file(dir),
-            files: Files { log: dir.join("runsc.log"), boot_log: Some(dir.join(fifo::BOOT)), panic_log: panic_log(dir) },
-        };
-        let spawned = match from {
-            None => self.runsc.spawn_run(&run, ends.guest_stdin, ends.guest_stdout),
-            Some(from) => self.runsc.spawn_restore(&Restore { run, image: from.to_owned() }, ends.guest_stdin, ends.guest_stdout),
+        let run = run_of(launch);
+        let spawned = match how {
+            How::Run => self.runsc.spawn_run(&run, ends.guest_stdin, ends.guest_stdout),
+            How::Create => self.runsc.spawn_create(&run, ends.guest_stdin, ends.guest_stdout),
+            How::Restore(from) => self.runsc.spawn_restore(&Restore { run, image: from.to_owned() }, ends.guest_stdin, ends.guest_stdout),
         };
         let mut child = spawned.map_err(|error| RuntimeError::Failed { what, why: error.to_string() })?;
         let pid = child.id().unwrap_or_default();
@@ -149,8 +157,27 @@ impl GvisorRuntime {
                 return Err(failed(error));
             }
         };
-        let ended = self.watch(launch.id, |watch| watch.start(dir.to_owned(), cgroup, child, boot_log));
+        let starting = if matches!(how, How::Create) { Starting::Container } else { Starting::Sandbox };
+        let ended = self.watch(launch.id, |watch| watch.start(dir.to_owned(), cgroup, child, boot_log, starting));
         Ok(Instance { from_agent: Box::new(ends.from_agent), to_agent: Box::new(ends.to_agent), ended })
+    }
+
+    async fn fill(&self, launch: &Launch, from: &Path) -> Result<(), RuntimeError> {
+        let failed = |why: String| RuntimeError::Failed { what: RESTORE, why };
+        let process = self.started(launch.id).await.ok_or_else(|| failed("its container could not be made".to_owned()))?;
+        let restore = Restore { run: run_of(launch), image: from.to_owned() };
+        self.runsc.restore_into(&restore, START_LIMIT).await.map_err(|error| refused(RESTORE, &error))?;
+        watch::settle(&launch.dir, &self.limits.cgroup_of(launch.id), &process).map_err(|error| failed(error.to_string()))
+    }
+
+    /// The process of a sandbox that is being started; none if it can't be.
+    async fn started(&self, id: SandboxId) -> Option<Arc<Process>> {
+        let mut started = self.known().get(&id)?.started.clone();
+        let started = started.wait_for(|started| !matches!(started, Started::NotYet)).await.ok()?;
+        match &*started {
+            Started::Running(process) => Some(Arc::clone(process)),
+            Started::NotYet | Started::Failed => None,
+        }
     }
 
     /// Gives a sandbox its watching task.
@@ -280,7 +307,7 @@ impl Drop for GvisorRuntime {
 
 impl Runtime for GvisorRuntime {
     fn start<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
-        Box::pin(self.launch(launch, None))
+        Box::pin(self.launch(launch, How::Run))
     }
 
     fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
@@ -297,7 +324,15 @@ impl Runtime for GvisorRuntime {
     }
 
     fn restore<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
-        Box::pin(self.launch(launch, Some(from)))
+        Box::pin(self.launch(launch, How::Restore(from)))
+    }
+
+    fn create<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        Box::pin(self.launch(launch, How::Create))
+    }
+
+    fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(self.fill(launch, from))
     }
 
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
@@ -341,6 +376,16 @@ async fn kill_by_name(name: &str, dir: &Path) {
         if timeout(KILL_LIMIT, process.ended()).await.is_ok() {
             process.reap();
         }
+    }
+}
+
+fn run_of(launch: &Launch) -> Run {
+    let dir = launch.dir.as_path();
+    Run {
+        id: launch.id.to_string(),
+        bundle: dir.to_owned(),
+        pid_file: pid_file(dir),
+        files: Files { log: dir.join("runsc.log"), boot_log: Some(dir.join(fifo::BOOT)), panic_log: panic_log(dir) },
     }
 }
 

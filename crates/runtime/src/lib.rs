@@ -7,6 +7,7 @@
 //!
 //! ```text
 //!            start / restore                       checkpoint(Stop)
+//!            create, restore_into
 //!  (nothing) ───────────────► running ◄──► paused ───────────────► ended
 //!                take_up ───►    │ dies by itself, or is killed      │
 //!                                └───────────────────────────────────┤

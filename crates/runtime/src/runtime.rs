@@ -95,6 +95,13 @@ pub trait Runtime: Send + Sync + 'static {
     /// Starts a sandbox from what `checkpoint` saved. The image must be the one it was saved with.
     fn restore<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
 
+    /// Begins a restore before what was saved is there: a container that waits for it. Its agent does not answer before `restore_into`, and
+    /// to the next server process it is no sandbox. `remove` gives it up.
+    fn create<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
+
+    /// Goes on with a restore that `create` began.
+    fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
+
     /// Freezes the sandbox.
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
 

@@ -278,6 +278,43 @@ pub async fn a_saved_sandbox_goes_on_and_so_does_its_copy(subject: &dyn Subject)
     session.remove(subject).await;
 }
 
+pub async fn a_restore_may_begin_before_anything_is_there(subject: &dyn Subject) {
+    let mut session = Session::start(subject).await;
+    session.exec(COUNTER).await;
+    session.allow(PLENTY).await;
+    session.until_stdout(40).await;
+    session.settle().await;
+    let (id, dir) = (session.launch.id, session.launch.dir.clone());
+    subject.runtime().checkpoint(id, &dir, &session.save_dir(), AfterSave::GoOn).await.expect("it is saved");
+    let mut copy = session.restored_late(subject).await;
+    let exit = copy.until_exit().await;
+    assert_eq!((text(&copy.received.stdout), exit.code), (counted(), Some(0)));
+    // It is a sandbox as any other, also to the next server.
+    let runtime = subject.restarted().await;
+    let copy = copy.handed_to(&*runtime, &[]).await;
+    subject.kill_from_outside(copy.launch.id, &copy.launch.dir).await;
+    assert_eq!(end_of(&copy.link.ended).await, End::Killed);
+    runtime.remove(copy.launch.id, &copy.launch.dir).await.expect("it is removed");
+    copy.remove(subject).await;
+    session.remove(subject).await;
+}
+
+pub async fn a_restore_that_was_only_begun_leaves_nothing(subject: &dyn Subject) {
+    let (launch, _, _home) = launch(subject);
+    let instance = subject.runtime().create(&launch).await.expect("a container is made");
+    subject.runtime().remove(launch.id, &launch.dir).await.expect("it is removed");
+    assert_eq!(subject.leftovers(launch.id, &launch.dir), Vec::<String>::new());
+    drop(instance);
+    // Nor is it a sandbox to the next server.
+    let (launch, _, _home) = super::session::launch(subject);
+    let _instance = subject.runtime().create(&launch).await.expect("a container is made");
+    let runtime = subject.restarted().await;
+    let found = runtime.take_up(launch.id, &launch.dir).await;
+    assert!(matches!(found, Err(RuntimeError::NotFound | RuntimeError::Unavailable(_))), "{found:?}");
+    runtime.remove(launch.id, &launch.dir).await.expect("it is removed");
+    assert_eq!(subject.leftovers(launch.id, &launch.dir), Vec::<String>::new());
+}
+
 pub async fn a_sandbox_saved_to_stop_goes_on_elsewhere(subject: &dyn Subject) {
     let mut session = Session::start(subject).await;
     session.exec(COUNTER).await;

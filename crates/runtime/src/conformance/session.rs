@@ -90,6 +90,19 @@ impl Session {
         let (mut launch, _, home) = launch(subject);
         launch.config = self.launch.config.clone();
         let instance = subject.runtime().restore(&launch, &self.save_dir()).await.expect("it is restored");
+        self.copied(instance, launch, home).await
+    }
+
+    /// Likewise, begun before anything was there to restore.
+    pub async fn restored_late(&self, subject: &dyn Subject) -> Self {
+        let (mut launch, _, home) = launch(subject);
+        launch.config = self.launch.config.clone();
+        let instance = subject.runtime().create(&launch).await.expect("a container is made");
+        subject.runtime().restore_into(&launch, &self.save_dir()).await.expect("it is restored");
+        self.copied(instance, launch, home).await
+    }
+
+    async fn copied(&self, instance: Instance, launch: Launch, home: tempfile::TempDir) -> Self {
         let mut copy = Self::open(instance, launch, self.marker, home).await;
         copy.number = self.number;
         copy.received = self.received.clone();

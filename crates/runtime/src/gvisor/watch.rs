@@ -38,6 +38,14 @@ pub(super) enum Started {
     Failed,
 }
 
+/// What is being started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Starting {
+    Sandbox,
+    /// What a sandbox is to be restored into. To the next server it is no sandbox yet.
+    Container,
+}
+
 /// What a watching task tells, and what it is told.
 pub(super) struct Watch {
     pub(super) ended: EndedSender,
@@ -47,8 +55,8 @@ pub(super) struct Watch {
 
 impl Watch {
     /// Follows a sandbox from the spawning of runsc on.
-    pub(super) async fn start(self, dir: PathBuf, cgroup: SandboxCgroup, mut child: Child, boot_log: pipe::Receiver) {
-        match wait_for_start(&dir, &cgroup, &mut child, boot_log, &self.give_up).await {
+    pub(super) async fn start(self, dir: PathBuf, cgroup: SandboxCgroup, mut child: Child, boot_log: pipe::Receiver, what: Starting) {
+        match wait_for_start(&dir, &cgroup, &mut child, boot_log, &self.give_up, what).await {
             Ok(process) => self.follow(dir, cgroup, Arc::new(process)).await,
             Err(why) => {
                 self.ended.tell(if cgroup.ran_out_of_memory() { End::OutOfMemory } else { End::StartFailed(why) });
@@ -79,6 +87,7 @@ async fn wait_for_start(
     child: &mut Child,
     mut boot_log: pipe::Receiver,
     give_up: &CancellationToken,
+    what: Starting,
 ) -> Result<Process, String> {
     let deadline = Instant::now() + START_LIMIT;
     let mut tail = Tail::default();
@@ -91,7 +100,7 @@ async fn wait_for_start(
         }
     };
     let why = match status {
-        Ok(status) if status.success() => match take_over(dir, cgroup) {
+        Ok(status) if status.success() => match take_over(dir, cgroup, what) {
             Ok(process) => return Ok(process),
             Err(error) => format!("its process can't be followed: {error}"),
         },
@@ -107,13 +116,19 @@ async fn wait_for_start(
     Err(with_panic(why, dir))
 }
 
-/// Writes down which process the sandbox is, for the next server.
-fn take_over(dir: &Path, cgroup: &SandboxCgroup) -> io::Result<Process> {
+fn take_over(dir: &Path, cgroup: &SandboxCgroup, what: Starting) -> io::Result<Process> {
     let pid = fs::read_to_string(pid_file(dir))?.trim().parse().map_err(io::Error::other)?;
     let process = Process::open(pid)?;
-    cgroup.hold()?;
-    Record::new(Phase::Running, process.identity().clone(), cgroup.clone()).write(dir)?;
+    if what == Starting::Sandbox {
+        settle(dir, cgroup, &process)?;
+    }
     Ok(process)
+}
+
+/// It runs: its limits hold, and which process it is is written down for the next server.
+pub(super) fn settle(dir: &Path, cgroup: &SandboxCgroup, process: &Process) -> io::Result<()> {
+    cgroup.hold()?;
+    Record::new(Phase::Running, process.identity().clone(), cgroup.clone()).write(dir)
 }
 
 fn why_ended(end: ProcessEnd, dir: &Path, cgroup: &SandboxCgroup) -> End {
