@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use sandboxer_store::{
     CheckpointName,
-    lease::handoff::{Consent, Ending, Host},
+    lease::handoff::{Consent, Ending, Host, Stance},
     record::InstanceId,
 };
 
@@ -104,8 +104,10 @@ impl Host for SimHost {
         lock(&self.state).frozen = false;
     }
 
-    async fn capture(&self) -> Result<Lineage, String> {
-        lock(&self.state).frozen = true;
+    async fn capture(&self, stance: Stance) -> Result<Lineage, String> {
+        if stance == Stance::Still {
+            lock(&self.state).frozen = true;
+        }
         self.takes(5..300).await;
         if self.fails() {
             return Err("runsc would not".to_owned());

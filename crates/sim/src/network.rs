@@ -81,7 +81,7 @@ impl Network {
         if !std::mem::take(&mut lock(&self.state).moving[node]) {
             return;
         }
-        let (stopped, cut) = self.world.random(|rng| (rng.millis(2000..14_000), rng.millis(2000..20_000)));
+        let (stopped, cut) = self.world.random(|rng| (rng.millis(4000..14_000), rng.millis(4000..30_000)));
         self.world.note(|| format!("{node}: is moved: stops for {stopped:?}, is then cut off for {cut:?}"));
         self.world.stall(node, stopped);
         let (before, after) = (Arc::clone(self), Arc::clone(self));

@@ -15,7 +15,7 @@ use sandboxer_store::{
     failpoint::FailPoints,
     lease::{
         BootClock, Leases, Sought, Terms,
-        handoff::{Arrival, Consent, Ending, Host, Keeper, arrive, keep},
+        handoff::{Arrival, Consent, Ending, Host, Keeper, Stance, arrive, keep},
     },
     record::{Codec, DirectoryRecords, InstanceId, RecordStore as _},
 };
@@ -78,9 +78,9 @@ impl Host for Counter {
         self.with(|state| state.frozen = false);
     }
 
-    async fn capture(&self) -> Result<u64, String> {
+    async fn capture(&self, stance: Stance) -> Result<u64, String> {
         self.with(|state| {
-            state.frozen = true;
+            state.frozen |= stance == Stance::Still;
             if state.broken { Err("no room".to_owned()) } else { Ok(state.count) }
         })
     }

@@ -16,7 +16,7 @@ use sandboxer_protocol::SandboxId;
 use sandboxer_runtime::{AfterSave, Runtime};
 use sandboxer_store::{
     CheckpointName, Manifest, SandboxStatus,
-    lease::handoff::{Consent, Ending, Host},
+    lease::handoff::{Consent, Ending, Host, Stance},
     record::InstanceId,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
@@ -94,12 +94,7 @@ impl SandboxHost {
     /// The whole sandbox as it is, kept on the volume; it goes on meanwhile, but for the moment that runsc takes. `may_act` is asked before
     /// anybody can see the snapshot.
     pub(crate) async fn snapshot(&self, epoch: u64, name: Option<String>, may_act: impl Fn() -> bool + Send) -> Result<Manifest, String> {
-        let turn = self.turn().await?;
-        let record = self.rest().await?;
-        let captured = self.capture_into(&record, AfterSave::GoOn, false).await;
-        self.tell(Command::GoOn).await;
-        drop(turn);
-        let capture = captured?;
+        let (capture, _) = self.capture_going_on(false).await?;
         if !may_act() {
             return Err("this instance may no longer act for the sandbox".to_owned());
         }
@@ -150,6 +145,15 @@ impl SandboxHost {
         }
     }
 
+    /// It stands still for as long as gVisor takes, and goes on whatever comes out.
+    async fn capture_going_on(&self, automatic: bool) -> Result<(Capture, Record), String> {
+        let _turn = self.turn().await?;
+        let record = self.rest().await?;
+        let captured = self.capture_into(&record, AfterSave::GoOn, automatic).await;
+        self.tell(Command::GoOn).await;
+        Ok((captured?, record))
+    }
+
     async fn capture_into(&self, record: &Record, after: AfterSave, automatic: bool) -> Result<Capture, String> {
         let (container, dir) = self.place();
         let into = self.checkpoints.work_dir().map_err(|error| format!("no room to save into: {error}"))?;
@@ -198,11 +202,17 @@ impl Host for SandboxHost {
         self.end_turn();
     }
 
-    async fn capture(&self) -> Result<Capture, String> {
-        let turn = self.turn().await?;
-        *self.taken.lock().unwrap_or_else(PoisonError::into_inner) = Some(turn);
-        let record = self.rest().await?;
-        let capture = self.capture_into(&record, AfterSave::Freeze, self.automatic.load(Ordering::Acquire)).await?;
+    async fn capture(&self, stance: Stance) -> Result<Capture, String> {
+        let automatic = self.automatic.load(Ordering::Acquire);
+        let (capture, record) = match stance {
+            Stance::GoesOn => self.capture_going_on(automatic).await?,
+            Stance::Still => {
+                let turn = self.turn().await?;
+                *self.taken.lock().unwrap_or_else(PoisonError::into_inner) = Some(turn);
+                let record = self.rest().await?;
+                (self.capture_into(&record, AfterSave::Freeze, automatic).await?, record)
+            }
+        };
         *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
         Ok(capture)
     }

@@ -33,6 +33,13 @@ pub enum Consent {
     InUse,
 }
 
+/// What a sandbox does once it is captured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stance {
+    Still,
+    GoesOn,
+}
+
 /// Why a sandbox is ended here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ending {
@@ -60,8 +67,9 @@ pub trait Host: Send + Sync + 'static {
 
     async fn thaw(&self);
 
-    /// Freezes the sandbox and saves it locally. It stays frozen, whatever comes out.
-    async fn capture(&self) -> Result<Self::Capture, String>;
+    /// Saves the sandbox locally. [`Stance::Still`]: it is frozen from then on, whatever comes out. [`Stance::GoesOn`]: it stands still for the
+    /// capture only, and is afterwards as it was before.
+    async fn capture(&self, stance: Stance) -> Result<Self::Capture, String>;
 
     /// Makes everything of a capture durable on the volume, under `wanted` or, if that name is taken, a later one. Nothing counts yet.
     async fn persist(&self, capture: Self::Capture, epoch: u64, wanted: CheckpointName) -> Result<CheckpointName, String>;

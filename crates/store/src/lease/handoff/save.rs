@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use super::{Consent, Host};
+use super::{Consent, Host, Stance};
 use crate::{
     layout::CheckpointName,
     lease::{Lease, LeaseError, Leases, Release},
@@ -54,18 +54,16 @@ impl<H: Host> Saver<H> {
     /// Saves and publishes. After an error the sandbox goes on as far as its lease allows.
     pub(super) async fn save(&self, purpose: Purpose) -> Result<CheckpointName, SaveError> {
         let saved = self.try_save(purpose).await;
-        if saved.is_err() || purpose == Purpose::Keep {
+        if saved.is_err() {
             self.go_on().await;
         }
         saved
     }
 
     async fn try_save(&self, purpose: Purpose) -> Result<CheckpointName, SaveError> {
-        self.still.store(true, Ordering::Release);
-        let capture = self.host.capture().await.map_err(SaveError::Failed)?;
-        if purpose == Purpose::Keep {
-            self.go_on().await;
-        }
+        let stance = if purpose == Purpose::Keep { Stance::GoesOn } else { Stance::Still };
+        self.still.store(stance == Stance::Still, Ordering::Release);
+        let capture = self.host.capture(stance).await.map_err(SaveError::Failed)?;
         let now = u64::try_from(self.leases.clock.unix_time().as_millis()).unwrap_or(u64::MAX);
         let wanted =
             CheckpointName::after(self.lease.latest(), now).ok_or_else(|| SaveError::Failed("the clock is beyond all years".to_owned()))?;
