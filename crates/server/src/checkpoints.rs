@@ -79,12 +79,17 @@ pub(crate) struct Capture {
     parent: Option<CheckpointName>,
 }
 
-/// What a restore starts from.
-pub(crate) struct Loaded {
-    pub(crate) files: FileSet,
+/// Something that was saved, but for its data.
+pub(crate) struct Found {
     pub(crate) state: SavedState,
     pub(crate) image: PathBuf,
     pub(crate) manifest: Arc<Manifest>,
+}
+
+/// What a restore starts from.
+pub(crate) struct Loaded {
+    pub(crate) files: FileSet,
+    pub(crate) found: Found,
 }
 
 impl Checkpoints {
@@ -249,20 +254,36 @@ impl Checkpoints {
 
     /// Everything that a restore needs, checked.
     pub(crate) async fn load(&self, at: ManifestAt, images: &Images) -> Result<Loaded, String> {
-        let loaded = self.try_load(at, images).await;
-        match (loaded, at) {
-            (Ok(loaded), _) => Ok(loaded),
-            (Err(why), ManifestAt::Checkpoint { sandbox_id, name }) => {
-                // Nothing is changed by looking.
-                let older = self.volume.intact_before(sandbox_id, name).await.ok().flatten();
-                let advice = older.map(|older| format!(" The older checkpoint {older} is intact."));
-                Err(format!("{why}.{}", advice.unwrap_or_default()))
-            }
-            (Err(why), _) => Err(why),
+        let found = self.find(at, images).await?;
+        let files = self.bring(&found).await?;
+        Ok(Loaded { files, found })
+    }
+
+    /// What was saved there, checked but for its data.
+    pub(crate) async fn find(&self, at: ManifestAt, images: &Images) -> Result<Found, String> {
+        match self.try_find(at, images).await {
+            Ok(found) => Ok(found),
+            Err(why) => Err(self.advised(at, why).await),
         }
     }
 
-    async fn try_load(&self, at: ManifestAt, images: &Images) -> Result<Loaded, String> {
+    /// The data of what was found, checked: from this machine's own disk, or else from the volume.
+    pub(crate) async fn bring(&self, found: &Found) -> Result<FileSet, String> {
+        match self.cache.files(&found.manifest, self.largest_bytes).await {
+            Ok(files) => Ok(files),
+            Err(error) => Err(self.advised(found.manifest.at(), error.whole()).await),
+        }
+    }
+
+    /// Why it can't be restored, and what can. Nothing is changed by looking.
+    async fn advised(&self, at: ManifestAt, why: String) -> String {
+        let ManifestAt::Checkpoint { sandbox_id, name } = at else { return why };
+        let older = self.volume.intact_before(sandbox_id, name).await.ok().flatten();
+        let advice = older.map(|older| format!(" The older checkpoint {older} is intact."));
+        format!("{why}.{}", advice.unwrap_or_default())
+    }
+
+    async fn try_find(&self, at: ManifestAt, images: &Images) -> Result<Found, String> {
         let manifest = Arc::new(self.volume.manifest(at).await.map_err(|error| error.whole())?);
         let name = match at {
             ManifestAt::Checkpoint { name, .. } => name.to_string(),
@@ -281,8 +302,7 @@ impl Checkpoints {
         manifest.expect_tenant(tenant(state.owner.as_deref())).map_err(|error| error.whole())?;
         let image =
             self.images.find(contract.image, images).await.map_err(|why| format!("{name} needs the image {}: {why}", contract.image))?;
-        let files = self.cache.files(&manifest, self.largest_bytes).await.map_err(|error| error.whole())?;
-        Ok(Loaded { files, state, image, manifest })
+        Ok(Found { state, image, manifest })
     }
 
     /// Brings the copies up to date that people and tools read.

@@ -1,13 +1,17 @@
 //! Bringing a sandbox here from the volume: from whoever has it, or from its last checkpoint.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::{
+    sync::{Arc, Mutex, PoisonError, Weak},
+    time::Duration,
+};
 
 use sandboxer_protocol::{
     SandboxId,
     client::{ServerEvent, Status, StatusUpdate},
 };
+use sandboxer_runtime::{Instance, Launch};
 use sandboxer_store::{
-    CheckpointName, ManifestAt, SandboxStatus,
+    CheckpointName, FileSet, ManifestAt, SandboxStatus,
     lease::{
         Sought,
         handoff::{self, Arrival},
@@ -23,7 +27,7 @@ use tracing::{Instrument as _, info, info_span, warn};
 
 use super::{Handle, Keeping, Manager, Opened, Running, Wire, converse, prepare};
 use crate::{
-    checkpoints::{Checkpoints, Loaded},
+    checkpoints::Checkpoints,
     sandbox::{
         host::SandboxHost,
         record::{RECORD_VERSION, Record},
@@ -31,6 +35,9 @@ use crate::{
     },
     tenants::Place,
 };
+
+/// How long data takes at most that is on this machine's own disk.
+const HERE_ALREADY: Duration = Duration::from_millis(10);
 
 /// Why a sandbox does not come here, said to who wanted it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,6 +78,16 @@ struct Restored {
     place: (Option<OwnedSemaphorePermit>, Place),
 }
 
+/// A restore that lacks only the lease.
+struct Ready {
+    name: CheckpointName,
+    record: Record,
+    launch: Launch,
+    files: FileSet,
+    /// A container that waits for it.
+    container: Option<Instance>,
+}
+
 /// Starts one sandbox from a checkpoint.
 pub(crate) struct Restorer {
     manager: Arc<Manager>,
@@ -78,7 +95,7 @@ pub(crate) struct Restorer {
     id: SandboxId,
     token_sha256: String,
     /// What was got ready before the sandbox was held.
-    ahead: Mutex<Option<(CheckpointName, Loaded)>>,
+    ready: Arc<Mutex<Option<Ready>>>,
     restored: Arc<Mutex<Option<Restored>>>,
 }
 
@@ -114,7 +131,7 @@ impl Manager {
         let begun = Instant::now();
         let looked = checkpoints.look(id).await.map_err(|error| ArriveError::Failed(error.to_string()))?;
         let Some(stored) = looked else { return Err(not_found()) };
-        let ahead = self.look_ahead(&checkpoints, id, &stored).await?;
+        let ready = Arc::new(Mutex::new(self.look_ahead(&checkpoints, id, &stored).await?));
         let wire = Wire::default();
         let restored = Arc::new(Mutex::new(None));
         let restorer = Restorer {
@@ -122,12 +139,17 @@ impl Manager {
             checkpoints: Arc::clone(&checkpoints),
             id,
             token_sha256: Checkpoints::token_sha256(&stored).to_owned(),
-            ahead: Mutex::new(ahead),
+            ready: Arc::clone(&ready),
             restored: Arc::clone(&restored),
         };
         let runtime = Arc::clone(&self.runtime);
         let host = SandboxHost::new(id, (id, self.dir(id)), runtime, Arc::clone(&checkpoints), wire.sender.clone(), Some(restorer));
-        let keeper = match handoff::arrive(&checkpoints.leases, id, Arc::clone(&host), give_up).await {
+        let arrival = handoff::arrive(&checkpoints.leases, id, Arc::clone(&host), give_up).await;
+        let unused = ready.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(unused) = unused.filter(|unused| unused.container.is_some()) {
+            self.discard(&unused.launch).await;
+        }
+        let keeper = match arrival {
             Arrival::Running(keeper) => keeper,
             Arrival::NotHeld(sought) => return Err(not_held(&sought)),
             Arrival::RestoreFailed(why) => return Err(ArriveError::Failed(why)),
@@ -162,28 +184,74 @@ impl Manager {
     }
 
     /// Gets ready what nobody has, before it is held: a restore that can't succeed leaves the record as it is.
-    async fn look_ahead(
-        &self,
-        checkpoints: &Checkpoints,
-        id: SandboxId,
-        stored: &Stored,
-    ) -> Result<Option<(CheckpointName, Loaded)>, ArriveError> {
+    async fn look_ahead(&self, checkpoints: &Checkpoints, id: SandboxId, stored: &Stored) -> Result<Option<Ready>, ArriveError> {
         let record = &stored.record;
         let (None, None, Some(name)) = (&record.owner, &record.tombstone, record.latest) else { return Ok(None) };
         if self.slots.available_permits() == 0 {
             return Err(ArriveError::Failed(self.full()));
         }
-        let why = match checkpoints.load(ManifestAt::Checkpoint { sandbox_id: id, name }, &self.images).await {
-            Ok(loaded) => match loaded.state.config.limits.again(&self.settings.max_limits, &self.host) {
-                Ok(_) => return Ok(Some((name, loaded))),
-                Err(error) => error.message,
-            },
+        let why = match self.get_ready(checkpoints, id, name, Checkpoints::token_sha256(stored)).await {
+            Ok(ready) => return Ok(Some(ready)),
             Err(why) => why,
         };
         // Somebody may have gone on with it, and removed what it was at.
         match checkpoints.look(id).await {
             Ok(Some(now)) if now.record.sequence == record.sequence => Err(ArriveError::Failed(why)),
             _ => Ok(None),
+        }
+    }
+
+    /// Everything of a restore that needs no lease. While the data is on its way here, a container is made for it; data that is here
+    /// already would only be held up by that.
+    async fn get_ready(&self, checkpoints: &Checkpoints, id: SandboxId, name: CheckpointName, token_sha256: &str) -> Result<Ready, String> {
+        let found = checkpoints.find(ManifestAt::Checkpoint { sandbox_id: id, name }, &self.images).await?;
+        let state = &found.state;
+        let record = Record {
+            version: RECORD_VERSION,
+            id,
+            created_at: state.created_at,
+            token_sha256: token_sha256.to_owned(),
+            marker: state.marker,
+            image: found.image.clone(),
+            owner: state.owner.clone(),
+            idle_since: None,
+            config: state.config.clone(),
+            epoch: None,
+            generation: state.generation,
+            container: None,
+            standby: false,
+        };
+        let resources = record.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
+        let launch = self.launch(&record, resources);
+        let mut bringing = std::pin::pin!(checkpoints.bring(&found));
+        let (files, container) = match tokio::time::timeout(HERE_ALREADY, &mut bringing).await {
+            Ok(files) => (files, None),
+            Err(_) => tokio::join!(bringing, self.make_container(&launch, &record)),
+        };
+        match files {
+            Ok(files) => Ok(Ready { name, record, launch, files, container }),
+            Err(why) => {
+                if container.is_some() {
+                    self.discard(&launch).await;
+                }
+                Err(why)
+            }
+        }
+    }
+
+    /// Without one the restore takes longer, and that is all.
+    async fn make_container(&self, launch: &Launch, record: &Record) -> Option<Instance> {
+        let made = async {
+            prepare(launch, record).map_err(|error| error.to_string())?;
+            self.runtime.create(launch).await.map_err(|error| error.to_string())
+        };
+        match made.await {
+            Ok(container) => Some(container),
+            Err(why) => {
+                warn!(why, "no container could be made ahead of the restore");
+                self.discard(launch).await;
+                None
+            }
         }
     }
 
@@ -209,33 +277,29 @@ impl Restorer {
     pub(crate) async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String> {
         let manager = &self.manager;
         let slot = Arc::clone(&manager.slots).try_acquire_owned().map_err(|_| manager.full())?;
-        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Loaded { files, state, image, .. } = match ahead.filter(|(ahead, _)| *ahead == name) {
-            Some((_, loaded)) => loaded,
-            None => self.checkpoints.load(ManifestAt::Checkpoint { sandbox_id: self.id, name }, &manager.images).await?,
+        let ahead = self.ready.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let ready = match ahead {
+            Some(ready) if ready.name == name => ready,
+            // Somebody has gone on with it since.
+            other => {
+                if let Some(Ready { launch, container: Some(_), .. }) = other {
+                    manager.discard(&launch).await;
+                }
+                manager.get_ready(&self.checkpoints, self.id, name, &self.token_sha256).await?
+            }
         };
-        let record = Record {
-            version: RECORD_VERSION,
-            id: self.id,
-            created_at: state.created_at,
-            token_sha256: self.token_sha256.clone(),
-            marker: state.marker,
-            image,
-            owner: state.owner,
-            idle_since: None,
-            config: state.config,
-            epoch: Some(epoch),
-            generation: state.generation,
-            container: None,
-            standby: false,
-        };
-        let resources = record.config.limits.again(&manager.settings.max_limits, &manager.host).map_err(|error| error.message)?;
-        let launch = manager.launch(&record, resources);
+        let Ready { record, launch, files, mut container, .. } = ready;
+        let record = Record { epoch: Some(epoch), ..record };
         let mut failure = String::new();
         for attempt in 1..=2 {
+            let container = container.take();
             let started = async {
                 prepare(&launch, &record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
-                let instance = manager.runtime.restore(&launch, files.dir()).await.map_err(|error| error.to_string())?;
+                let restored = match container {
+                    Some(instance) => manager.runtime.restore_into(&launch, files.dir()).await.map(|()| instance),
+                    None => manager.runtime.restore(&launch, files.dir()).await,
+                };
+                let instance = restored.map_err(|error| error.to_string())?;
                 let described = self.describe(&record, SandboxStatus::Running);
                 let (opened, ()) = tokio::join!(converse(instance, &record.marker, manager.settings.start_timeout), described);
                 opened

@@ -17,7 +17,7 @@ use tracing::{Instrument as _, warn};
 
 use super::{Manager, Opened, Running, converse, prepare};
 use crate::{
-    checkpoints::{Checkpoints, Loaded},
+    checkpoints::{Checkpoints, Found, Loaded},
     sandbox::{Execution, driver::Command, host::SandboxHost, record::Record},
 };
 
@@ -76,7 +76,7 @@ impl Roller {
     async fn start_beside(&self, going: &Going, to: ManifestAt) -> Result<Box<RolledBack>, String> {
         let manager = &self.manager;
         let now = &going.record;
-        let Loaded { files, state, image, manifest } = self.checkpoints.load(to, &manager.images).await?;
+        let Loaded { files, found: Found { state, image, manifest } } = self.checkpoints.load(to, &manager.images).await?;
         if state.owner != now.owner {
             return Err("it belongs to another key".to_owned());
         }
