@@ -6,6 +6,7 @@ mod trial;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use sandboxer_image::{ImageName, ImageStore, agent_digest};
@@ -29,6 +30,14 @@ pub(crate) struct Args {
     /// Where the server keeps everything else, to check its disk space
     #[arg(long, env = "SANDBOXER_DATA_DIR", value_name = "DIR")]
     data_dir: Option<PathBuf>,
+
+    /// The volume that the server keeps checkpoints on, to try how fast it is
+    #[arg(long, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR")]
+    checkpoint_path: Option<PathBuf>,
+
+    /// Seconds that the server has to save everything when it is stopped
+    #[arg(long, env = "SANDBOXER_STOP_GRACE", default_value_t = 10.0, value_name = "SECONDS")]
+    stop_grace: f64,
 
     /// Print JSON
     #[arg(long)]
@@ -85,6 +94,8 @@ struct Machine {
     image: Option<PathBuf>,
     image_is_current: bool,
     data_dir: Option<PathBuf>,
+    checkpoint_path: Option<PathBuf>,
+    stop_grace: Duration,
 }
 
 impl Machine {
@@ -102,17 +113,20 @@ impl Machine {
             image: image.map(|image| image.path),
             image_dir,
             data_dir: args.data_dir.clone(),
+            checkpoint_path: args.checkpoint_path.clone().filter(|path| !path.as_os_str().is_empty()),
+            stop_grace: Duration::try_from_secs_f64(args.stop_grace).context("--stop-grace")?,
         })
     }
 }
 
-const CHECKS: [fn(&Machine) -> Finding; 10] = [
+const CHECKS: [fn(&Machine) -> Finding; 11] = [
     runsc,
     host::user,
     host::user_namespaces,
     host::host_limits,
     host::open_files,
     host::disk_space,
+    host::saving_at_the_end,
     host::erofs_utils,
     host::mmdebstrap,
     base_image,

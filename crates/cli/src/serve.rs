@@ -5,15 +5,18 @@ mod settings;
 
 use std::{
     io::{self, IsTerminal as _},
+    path::Path,
     process::ExitCode,
     sync::Arc,
+    time::Duration,
 };
 
 use anyhow::Context as _;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use sandboxer_image::ImageStore;
 use sandboxer_runtime::{GvisorOptions, GvisorRuntime, HostLimits, become_subreaper, userns};
-use sandboxer_server::{CheckpointSettings, Facts, Images, Server, StopHow, Terms};
+use sandboxer_server::{Facts, Images, Server, StopHow};
+use sandboxer_store::Pace;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{info, warn};
 
@@ -48,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 async fn serve(checked: Checked) -> anyhow::Result<()> {
-    let Checked { mut settings, checkpoints, image_dir, runsc } = checked;
+    let Checked { mut settings, image_dir, runsc } = checked;
     let _lock = lock::data_directory(&settings.data_dir).await?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -58,13 +61,11 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
     let state_dir = settings.data_dir.join("runsc");
     let options = GvisorOptions { runsc, state_dir, limits: host.clone() };
     let gvisor = GvisorRuntime::open(options).await?;
-    settings.checkpoints = checkpoints.map(|(path, key_file, cache_bytes)| CheckpointSettings {
-        path,
-        key_file,
-        cache_bytes,
-        terms: Terms::default(),
-        facts: Facts::here(&gvisor.features().version_text),
-    });
+    if let Some(checkpoints) = &mut settings.checkpoints {
+        checkpoints.facts = Facts::here(&gvisor.features().version_text);
+        let (volume, grace) = (checkpoints.path.clone(), settings.stop_grace);
+        tokio::task::spawn_blocking(move || say_pace(&volume, grace));
+    }
     let images = Images::in_store(ImageStore::open(image_dir)?);
 
     let scheme = if settings.tls.is_some() { "https" } else { "http" };
@@ -85,6 +86,14 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
     server.serve(stop).await;
     info!("stopped");
     Ok(())
+}
+
+/// What can be saved when the server is told to stop.
+fn say_pace(volume: &Path, grace: Duration) {
+    match Pace::measure(volume) {
+        Ok(pace) => info!("when it is told to stop, this server can save {}", pace.within(grace)),
+        Err(error) => warn!(%error, "how fast the volume is could not be tried"),
+    }
 }
 
 /// Each sandbox and each client takes some descriptors, and the usual soft limit is for programs that don't serve.

@@ -65,7 +65,7 @@ impl Ws {
         let mut ws = Self::comes_back(server, sandbox_id).await;
         let mut first = ws.next().await;
         if first["status"] == "SANDBOX_RESTORING" {
-            first = ws.next().await;
+            first = ws.expect_running_after(LONG).await;
         }
         assert_eq!(first["status"], "SANDBOX_RUNNING", "{first}");
         (ws, first)

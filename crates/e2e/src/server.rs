@@ -16,7 +16,9 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{DEADLINE, User, host, http};
+use serde_json::Value;
+
+use crate::{DEADLINE, User, host, http, sha256};
 
 /// The first start on a machine builds the base image.
 const READY_DEADLINE: Duration = Duration::from_secs(600);
@@ -267,6 +269,30 @@ impl Server {
         let _ = self.running.child.wait();
     }
 
+    /// `SIGSTOP`: it stands still, and its sandboxes run on.
+    pub fn halt(&self) {
+        self.signal(Signal::SIGSTOP);
+    }
+
+    /// `SIGCONT`.
+    pub fn go_on(&self) {
+        self.signal(Signal::SIGCONT);
+    }
+
+    /// Its name in the records of a volume.
+    #[must_use]
+    pub fn instance(&self) -> String {
+        std::fs::read_to_string(self.data.join("instance")).unwrap().trim().to_owned()
+    }
+
+    /// What it says of a sandbox: in which epoch it has it, and whether it serves it now. None: it does not have it.
+    #[must_use]
+    pub fn view_of(&self, sandbox_id: &str) -> Option<Value> {
+        let wanted = sha256(sandbox_id.as_bytes());
+        let view = self.get("/v1/instance").json();
+        view["sandboxes"].as_array().unwrap().iter().find(|seen| seen["id_sha256"] == wanted.as_str()).cloned()
+    }
+
     fn signal(&self, signal: Signal) {
         let _ = kill(Pid::from_raw(i32::try_from(self.pid()).unwrap()), signal);
     }
@@ -332,6 +358,7 @@ impl Drop for Server {
         if std::thread::panicking() {
             eprintln!("--- the end of the server's log ---\n{}", tail(&self.log, LOG_TAIL_LINES));
         }
+        self.go_on();
         self.term();
         let start = Instant::now();
         while self.running.child.try_wait().is_ok_and(|status| status.is_none()) {

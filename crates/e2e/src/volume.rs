@@ -6,11 +6,12 @@ use std::{
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     process::Output,
+    time::Duration,
 };
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::{Options, Server, User, sha256, stderr_of, stdout_of};
+use crate::{DEADLINE, Options, Server, User, Ws, eventually, sha256, stderr_of, stdout_of};
 
 /// Removed with everything on it when it is dropped.
 pub struct Volume {
@@ -112,6 +113,42 @@ impl Volume {
         }
     }
 
+    /// A server whose lease is shorter than usual, for tests that wait for its end.
+    #[must_use]
+    pub fn serve_with_lease(&self, lease: Duration) -> Server {
+        self.options().arg("--lease").arg(lease.as_secs_f64().to_string()).start()
+    }
+
+    /// A sandbox at this server with `file` in it, saved and with nobody attached.
+    pub async fn saved_sandbox(&self, server: &Server, file: &str) -> String {
+        let mut ws = Ws::create_with(server, json!({"enable_checkpoint": true})).await;
+        let id = ws.sandbox_id.clone();
+        let _ = ws.bash(&format!("echo {file} > f")).await.ok();
+        ws.close().await;
+        eventually("the disconnect is saved", DEADLINE, || self.record(&id)["latest"].is_string()).await;
+        id
+    }
+
+    /// Until this instance is registered as the one that waits for the sandbox.
+    pub async fn awaited_by(&self, sandbox_id: &str, server: &Server) {
+        let instance = server.instance();
+        eventually("it waits", DEADLINE, || self.record(sandbox_id)["waiter"]["instance"] == instance.as_str()).await;
+    }
+
+    /// Takes the volume away from everybody, as an unmount does.
+    pub fn hide(&self) {
+        fs::rename(self.path(), self.elsewhere()).unwrap();
+    }
+
+    /// It is back.
+    pub fn show(&self) {
+        fs::rename(self.elsewhere(), self.path()).unwrap();
+    }
+
+    fn elsewhere(&self) -> PathBuf {
+        self.path().with_extension("away")
+    }
+
     /// The record that decides.
     #[must_use]
     pub fn record(&self, sandbox_id: &str) -> Value {
@@ -164,6 +201,9 @@ impl Volume {
 
 impl Drop for Volume {
     fn drop(&mut self) {
+        if self.elsewhere().exists() {
+            self.show();
+        }
         if self.mounted {
             let _ = nix::mount::umount2(self.path(), nix::mount::MntFlags::MNT_DETACH);
         }

@@ -22,6 +22,9 @@ use tokio_tungstenite::{
 
 use crate::{DEADLINE, Outcome, Server, output::data_of, server::tail};
 
+/// How long a sandbox may take to come from an instance that died.
+pub(crate) const LONG: Duration = Duration::from_secs(120);
+
 /// What the server may do next.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Incoming {
@@ -104,6 +107,14 @@ impl Ws {
         sandbox_id.clone_into(&mut ws.sandbox_id);
         ws.expect_status("SANDBOX_RUNNING").await;
         ws
+    }
+
+    /// `SANDBOX_RUNNING` is the next thing to come, within this time.
+    pub async fn expect_running_after(&mut self, time: Duration) -> Value {
+        match self.incoming_within(time).await {
+            Some(Incoming::Message(message)) if message["status"] == "SANDBOX_RUNNING" => message,
+            other => panic!("SANDBOX_RUNNING was expected, not {other:?}"),
+        }
     }
 
     /// `SANDBOX_CREATING` → `sandbox_id` → `SANDBOX_RUNNING`.
@@ -195,7 +206,7 @@ impl Ws {
     pub async fn expect_status(&mut self, status: &str) -> Value {
         let message = self.next().await;
         assert_eq!((&message["event"], &message["status"]), (&json!("status_update"), &json!(status)), "{message}");
-        let tells = status.contains("ERROR") || matches!(status, "SANDBOX_NOT_FOUND" | "SANDBOX_IN_USE");
+        let tells = status.contains("ERROR") || matches!(status, "SANDBOX_NOT_FOUND" | "SANDBOX_IN_USE" | "SANDBOX_HANDOFF_IN_PROGRESS");
         if tells {
             assert!(message["message"].as_str().is_some_and(|text| text.len() > 10), "an error status says what happened: {message}");
         }

@@ -337,6 +337,7 @@ impl Runtime for GvisorRuntime {
 
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
         Box::pin(async move {
+            // Should this process die, the next one has to know that no agent will answer.
             save::note_interrupted(dir)?;
             self.runsc.pause(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("freeze the sandbox", &error))
         })

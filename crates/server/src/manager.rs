@@ -1,6 +1,7 @@
 //! All sandboxes of this server: making them, finding them, taking them up again, bringing them from the volume, ending them.
 
 mod arrive;
+mod leave;
 mod rollback;
 
 use std::{
@@ -23,7 +24,7 @@ use sandboxer_runtime::{
 };
 use sandboxer_store::{
     SandboxStatus,
-    lease::{Held, handoff},
+    lease::{Held, LeaseError, LeaseView, Release, handoff},
 };
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
@@ -50,6 +51,7 @@ use crate::{
         driver::{Attachment, Command, Driver, END_EXPLAINED, Ending, Outcome, Start, Stop},
         farewell::obituary,
         host::SandboxHost,
+        last_use::LastUse,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
         saving::Kept,
     },
@@ -91,6 +93,11 @@ pub(crate) struct Handle {
     commands: mpsc::Sender<Command>,
     gone: CancellationToken,
     generation: u64,
+    /// Which API key it belongs to.
+    owner: Option<Arc<str>>,
+    last_use: LastUse,
+    /// The lease on it, if it is kept on the volume.
+    lease: Option<LeaseView>,
 }
 
 impl Handle {
@@ -115,6 +122,14 @@ impl Handle {
     pub(crate) async fn abandon(&self) {
         // A driver that has ended already has nothing to be told.
         let _ = self.commands.send(Command::Abandon).await;
+    }
+
+    fn view(&self) -> serde_json::Value {
+        let (epoch, serving) = match &self.lease {
+            Some(lease) => (Some(lease.epoch()), lease.may_act()),
+            None => (None, true),
+        };
+        serde_json::json!({ "id_sha256": hash(&self.id.to_string()), "epoch": epoch, "serving": serving })
     }
 
     /// Makes a connection the client of the sandbox. None: the sandbox is gone.
@@ -148,6 +163,8 @@ pub(crate) struct Manager {
     /// Every WebSocket holds a token of it for as long as it is open.
     pub(crate) sockets: TaskTracker,
     stop: watch::Sender<Option<Stop>>,
+    /// Who may be saved now that the server stops.
+    turns: Arc<Semaphore>,
     /// Sandboxes of an earlier process that are being taken up.
     taking_up: watch::Sender<HashSet<SandboxId>>,
 }
@@ -178,6 +195,7 @@ impl Manager {
             drivers,
             sockets: TaskTracker::new(),
             stop: watch::Sender::new(None),
+            turns: Arc::new(Semaphore::new(leave::saves_at_once())),
             taking_up: watch::Sender::default(),
         }))
     }
@@ -419,6 +437,9 @@ impl Manager {
             commands: sender,
             gone: gone.clone(),
             generation: record.generation,
+            owner: record.owner.as_deref().map(Arc::from),
+            last_use: LastUse::at(record.idle_since.unwrap_or_else(jiff::Timestamp::now)),
+            lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
         };
         let running = running.identified(&record);
         let Running { reader, writer, ended, execution, next_number, .. } = running;
@@ -450,8 +471,10 @@ impl Manager {
             host,
             kept,
             roller,
+            last_use: handle.last_use.clone(),
         });
         self.lock().insert(id, handle.clone());
+        self.leave_too(&handle);
         self.metrics.live.inc();
         let manager = Arc::clone(self);
         let drive = async move {
@@ -544,6 +567,10 @@ impl Manager {
                 warn!(why, "can't be taken up now, and is left for the next start");
                 return;
             }
+            Err(NotTakenUp::Moved(why)) => {
+                warn!(why, "is no longer this instance's, and is ended here without anything being written");
+                return self.remove(container, &dir).await;
+            }
             Err(NotTakenUp::Lost { why, token_sha256 }) => (why, token_sha256),
         };
         warn!(why, "can't be taken up");
@@ -560,11 +587,21 @@ impl Manager {
             Err(error @ RecordError::Version(_)) => return Err(NotTakenUp::Unknown(error.to_string())),
             Err(error) => return Err(lost(error.to_string(), "")),
         };
+        // Before anything of it moves again: whether it is still this instance's.
+        let held = self.resume_lease(&record).await?;
         // More than are allowed now may have been left: they are taken up all the same, and no new ones are made until they are fewer.
         let slot = Arc::clone(&self.slots).try_acquire_owned().ok();
         let instance = match self.runtime.take_up(container, dir).await {
             Ok(instance) => instance,
-            Err(RuntimeError::NotFound) => return Err(lost("it no longer runs".to_owned(), &record.token_sha256)),
+            Err(RuntimeError::NotFound) => {
+                if let Some(Held { lease, .. }) = held
+                    && lease.latest().is_some()
+                {
+                    // What was saved of it can go on anywhere, and nobody should have to wait for the lease to run out.
+                    let _ = tokio::time::timeout(CERTAIN_WITHIN, lease.release(Release::Anyone)).await;
+                }
+                return Err(lost("it no longer runs".to_owned(), &record.token_sha256));
+            }
             Err(error) => return Err(NotTakenUp::Unknown(error.to_string())),
         };
         let ended = instance.ended.clone();
@@ -578,12 +615,13 @@ impl Manager {
         let age = Duration::try_from(age).unwrap_or_default();
         let place = self.tenants.readmit(record.owner.as_deref());
         let wire = Wire::default();
-        let held = match (&self.checkpoints, record.epoch) {
-            // Whether it is still this instance's is the first thing that its lease finds out.
-            (Some(checkpoints), Some(epoch)) => {
-                let held = checkpoints.leases.resume(id, epoch);
-                // While the volume does not answer the sandbox stands still, which its lease sees to.
-                let _ = tokio::time::timeout(CERTAIN_WITHIN, held.lease.certain()).await;
+        let held = match (&self.checkpoints, held) {
+            (Some(checkpoints), Some(held)) => {
+                if !held.lease.may_act() {
+                    // Unknown is frozen, until its lease is certain.
+                    let _ = self.runtime.pause(container, dir).await;
+                    let _ = wire.sender.send(Command::Still).await;
+                }
                 Some((Arc::clone(checkpoints), held))
             }
             _ => None,
@@ -593,14 +631,23 @@ impl Manager {
         Ok(())
     }
 
-    /// Ends or leaves all sandboxes, and waits for it as long as the settings allow.
-    pub(crate) async fn stop(&self, how: Stop) {
-        info!(sandboxes = self.lock().len(), ?how, "stopping");
-        self.stop.send_replace(Some(how));
-        self.drivers.close();
-        if tokio::time::timeout(self.settings.stop_grace, self.drivers.wait()).await.is_err() {
-            warn!("not everything ended in time; what is left is taken up by the next start");
+    /// The lease of a sandbox that an earlier process held. One that is lost is an error; one that is unknown, since the volume does not
+    /// answer, is not.
+    async fn resume_lease(&self, record: &Record) -> Result<Option<Held>, NotTakenUp> {
+        let (Some(checkpoints), Some(epoch)) = (&self.checkpoints, record.epoch) else { return Ok(None) };
+        let held = checkpoints.leases.resume(record.id, epoch);
+        match tokio::time::timeout(CERTAIN_WITHIN, held.lease.certain()).await {
+            Ok(Err(LeaseError::Lost(reason))) => Err(NotTakenUp::Moved(reason.to_string())),
+            _ => Ok(Some(held)),
         }
+    }
+
+    /// What this instance has, for those of one API key: the name of the instance, and each sandbox with whether it is served now and in which
+    /// epoch. By the hash of its id, since the id alone may open it.
+    pub(crate) fn view(&self, owner: Option<&str>) -> serde_json::Value {
+        let instance = self.checkpoints.as_ref().map(|checkpoints| checkpoints.leases.instance().to_string());
+        let seen: Vec<_> = self.lock().values().filter(|handle| handle.owner.as_deref() == owner).map(Handle::view).collect();
+        serde_json::json!({ "instance": instance, "stopping": self.stopping().is_some(), "sandboxes": seen })
     }
 
     fn dir(&self, container: SandboxId) -> PathBuf {
@@ -667,6 +714,8 @@ enum NotTakenUp {
     Lost { why: String, token_sha256: String },
     /// It may well live.
     Unknown(String),
+    /// It goes on elsewhere, or was ended.
+    Moved(String),
 }
 
 /// A sandbox whose agent has answered.

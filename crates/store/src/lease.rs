@@ -33,7 +33,7 @@ use serde_json::Value;
 pub use self::faults::Fault;
 pub use self::{
     clock::{BootClock, Clock, Moment},
-    driver::{Held, Lease, LeaseError, LeaseEvent, LeaseEvents, LostReason, Release},
+    driver::{Held, Lease, LeaseError, LeaseEvent, LeaseEvents, LeaseView, LostReason, Release},
     faults::Faults,
     seek::Sought,
 };
@@ -77,6 +77,25 @@ impl Default for Terms {
             request: Duration::from_secs(4),
             retry: Duration::from_millis(250),
             patience: Duration::from_secs(120),
+        }
+    }
+}
+
+impl Terms {
+    /// The default ones, made shorter or longer so that the lease takes this long. All instances of a volume need the same.
+    #[must_use]
+    pub fn of_lease(lease: Duration) -> Self {
+        let usual = Self::default();
+        let scaled = |length: Duration| length.mul_f64(lease.as_secs_f64() / usual.lease.as_secs_f64());
+        Self {
+            lease,
+            renewal: scaled(usual.renewal),
+            margin: scaled(usual.margin),
+            owner_poll: scaled(usual.owner_poll).min(usual.owner_poll),
+            waiter_renewal: scaled(usual.waiter_renewal),
+            waiter_lease: scaled(usual.waiter_lease),
+            request: scaled(usual.request).min(usual.request),
+            ..usual
         }
     }
 }

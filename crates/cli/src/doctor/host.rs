@@ -8,6 +8,8 @@ use std::process::{Command, Stdio};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::statvfs::statvfs;
 
+use sandboxer_store::Pace;
+
 use super::{Finding, Machine};
 
 /// A sandbox takes about a dozen descriptors of the server, and runsc some hundred of its own.
@@ -151,6 +153,22 @@ pub(super) fn disk_space(machine: &Machine) -> Finding {
         Finding::limited(NAME, detail, remedy)
     } else {
         Finding::ok(NAME, detail)
+    }
+}
+
+/// What can be saved between the signal to stop and the end, with the same trial that the server makes when it starts.
+pub(super) fn saving_at_the_end(machine: &Machine) -> Finding {
+    const NAME: &str = "saving when the server stops";
+    let Some(volume) = &machine.checkpoint_path else {
+        return Finding::ok(NAME, "no volume is set (CHECKPOINT_AND_RESTORE_PATH): sandboxes end with the server");
+    };
+    match Pace::measure(volume) {
+        Ok(pace) => Finding::ok(NAME, pace.within(machine.stop_grace).to_string()),
+        Err(error) => Finding::missing(
+            NAME,
+            format!("{} can't be written: {error}", volume.display()),
+            "mount the volume, or set CHECKPOINT_AND_RESTORE_PATH to another one",
+        ),
     }
 }
 

@@ -10,9 +10,12 @@ use std::{
 
 use clap::ValueEnum;
 use sandboxer_image::ImageStore;
-use sandboxer_server::{Access, ApiKey, KeyLimits, Limits, Settings, Tls};
+use sandboxer_server::{Access, ApiKey, CheckpointSettings, Facts, KeyLimits, Limits, Settings, Terms, Tls};
 
 const DEFAULT_PORT: u16 = 8080;
+/// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
+const MIN_LEASE: f64 = 3.0;
+const MAX_LEASE: f64 = 300.0;
 
 /// Serve sandboxes over WebSockets
 #[derive(Debug, clap::Args)]
@@ -95,6 +98,10 @@ pub(crate) struct Args {
     /// What is kept of checkpoints on this machine's own disk, below --data-dir
     #[arg(long, env = "SANDBOXER_CACHE_MB", default_value_t = 4096, value_name = "MIB")]
     cache_mb: u64,
+    /// Seconds after which an instance that gives no sign of life has lost its sandboxes to whoever asks for them. All instances of a
+    /// volume need the same
+    #[arg(long, env = "SANDBOXER_LEASE", default_value_t = 15.0, value_name = "SECONDS")]
+    lease: f64,
     /// What is logged: error, warn, info, debug, trace, or by module
     #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
     pub(super) log: String,
@@ -110,9 +117,8 @@ pub(crate) enum LogFormat {
 
 /// Settings that a server can start with.
 pub(crate) struct Checked {
+    /// What checkpoints are bound to is not known yet: that takes runsc.
     pub(crate) settings: Settings,
-    /// Where checkpoints are kept, with the file of the volume's key and the bytes of the cache.
-    pub(crate) checkpoints: Option<(PathBuf, Option<PathBuf>, u64)>,
     pub(crate) image_dir: PathBuf,
     pub(crate) runsc: PathBuf,
 }
@@ -158,6 +164,7 @@ impl Args {
         let max_lifetime = faults.take(seconds("--max-lifetime", self.max_lifetime));
         let stop_grace = faults.take(seconds("--stop-grace", self.stop_grace));
         let remember = faults.take(seconds("--remember", self.remember));
+        faults.unless((MIN_LEASE..=MAX_LEASE).contains(&self.lease), "--lease: at least 3 and at most 300 seconds");
         let data_dir = faults.take(self.data_dir());
         let image_dir = faults.take(self.image_dir.clone().or_else(ImageStore::default_directory).ok_or_else(no_home("--image-dir")));
         let runsc = faults.take(sandboxer_runsc::find(self.runsc.as_deref()).map_err(|error| format!("--runsc: {error}")));
@@ -187,9 +194,14 @@ impl Args {
         settings.key_limits =
             KeyLimits { sandboxes: bound(self.key_max_sandboxes), creates_per_minute: bound(self.key_creates_per_minute) };
         settings.tls = tls.flatten();
-        let cache_bytes = self.cache_mb.saturating_mul(1024 * 1024);
-        let checkpoints = checkpoint_path.flatten().map(|path| (path, self.volume_key_file.clone(), cache_bytes));
-        Ok(Checked { settings, checkpoints, image_dir, runsc })
+        settings.checkpoints = checkpoint_path.flatten().map(|path| CheckpointSettings {
+            path,
+            key_file: self.volume_key_file.clone(),
+            cache_bytes: self.cache_mb.saturating_mul(1024 * 1024),
+            terms: Terms::of_lease(Duration::from_secs_f64(self.lease)),
+            facts: Facts::default(),
+        });
+        Ok(Checked { settings, image_dir, runsc })
     }
 
     /// It has to be there and to be written to, all the same who started the server and where.

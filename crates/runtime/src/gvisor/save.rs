@@ -46,13 +46,13 @@ pub(super) async fn save_frozen(runsc: &Runsc, id: SandboxId, dir: &Path, into: 
     saved
 }
 
-/// For a server that takes it up after this one died with it frozen.
+/// It is about to be frozen: for a server that takes it up after this one died.
 pub(super) fn note_interrupted(dir: &Path) -> Result<(), RuntimeError> {
     let note = note(dir);
     fs::write(&note, "").map_err(|error| RuntimeError::Failed { what: "freeze the sandbox", why: format!("{}: {error}", note.display()) })
 }
 
-/// Thaws a sandbox that a server froze to save and did not live to thaw.
+/// Thaws a sandbox that a server froze and did not live to thaw.
 pub(super) async fn finish_interrupted(runsc: &Runsc, id: SandboxId, dir: &Path) {
     let note = note(dir);
     if note.exists() {

@@ -7,7 +7,7 @@ mod socket;
 use std::sync::Arc;
 
 use axum::{
-    Json, Router,
+    Extension, Json, Router,
     extract::State,
     http::{StatusCode, header},
     middleware,
@@ -18,6 +18,7 @@ use serde_json::json;
 
 pub use access::{Access, ApiKey, InvalidKeys};
 
+use self::access::Owner;
 use crate::{images::BaseImage, manager::Manager};
 
 pub(crate) fn router(manager: Arc<Manager>) -> Router {
@@ -25,6 +26,7 @@ pub(crate) fn router(manager: Arc<Manager>) -> Router {
         .route("/create", any(opening::create))
         .route("/attach/{sandbox_id}", any(opening::attach))
         .route("/metrics", get(metrics))
+        .route("/v1/instance", get(instance))
         .route("/v1", any(not_offered))
         .route("/v1/{*rest}", any(not_offered))
         .layer(middleware::from_fn_with_state(Arc::clone(&manager), access::check))
@@ -57,6 +59,11 @@ async fn readiness(State(manager): State<Arc<Manager>>) -> Response {
 async fn metrics(State(manager): State<Arc<Manager>>) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, kind)], manager.metrics.text()).into_response()
+}
+
+/// What this instance serves, so that somebody outside can see that no other does.
+async fn instance(State(manager): State<Arc<Manager>>, Extension(Owner(owner)): Extension<Owner>) -> Response {
+    Json(manager.view(owner.as_deref())).into_response()
 }
 
 async fn not_offered() -> Response {

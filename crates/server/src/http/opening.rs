@@ -34,6 +34,7 @@ use crate::{
 const MAX_EARLY: usize = 16;
 
 const IN_USE: &str = "Another client is attached to this sandbox. Attach again when it has gone.";
+const HANDOFF_IN_PROGRESS: &str = "The sandbox is being handed to another instance. Attach again in a moment.";
 
 /// WebSockets at once.
 const MAX_SOCKETS: usize = 5_000;
@@ -92,6 +93,16 @@ fn upgrade_with(manager: &Manager, upgrade: WebSocketUpgrade) -> WebSocketUpgrad
     upgrade.max_message_size(limit).max_frame_size(limit).write_buffer_size(0)
 }
 
+/// A client that is about to have its sandbox.
+struct Opening<'a> {
+    token: Option<&'a str>,
+    socket: WebSocket,
+    /// What it has said already.
+    early: VecDeque<FromClient>,
+    /// Its sandbox was brought here for it.
+    came: bool,
+}
+
 /// What the client said first.
 enum First {
     Config(Box<CreateConfig>, VecDeque<FromClient>),
@@ -131,7 +142,7 @@ async fn opened_create(manager: &Arc<Manager>, owner: Option<String>, mut socket
         Ok(Created { handle, token }) => {
             let id = SandboxIdEvent { sandbox_id: handle.id, sandbox_token: token };
             let greeting = vec![ServerEvent::SandboxId(id), handle.running()];
-            hand_over(manager, &handle, None, socket, greeting, early).await
+            hand_over(manager, Opening { token: None, socket, early, came: false }, &handle, greeting).await
         }
         Err(error) => refuse(socket, &error).await,
     }
@@ -209,7 +220,10 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
         return socket::close(socket, CloseCode::Application).await;
     }
     match (handle, id) {
-        (Some(handle), _) => hand_over(manager, &handle, token, socket, vec![handle.running()], VecDeque::new()).await,
+        (Some(handle), _) => {
+            let client = Opening { token, socket, early: VecDeque::new(), came: false };
+            hand_over(manager, client, &handle, vec![handle.running()]).await
+        }
         (None, Some(id)) if manager.keeps_checkpoints() => restore(manager, id, token, saved, socket).await,
         (None, _) => {
             if manager.keeps_checkpoints() {
@@ -248,23 +262,15 @@ async fn restore(
             },
         }
     };
-    let refuse = |status, message: String| ServerEvent::StatusUpdate(StatusUpdate::new(status).message(message));
-    match arrived {
-        Ok(Arrived { handle, greeting }) => hand_over_early(manager, &handle, token, socket, vec![greeting], early).await,
-        Err(ArriveError::NotFound(why)) => {
-            send(&mut socket, &refuse(Status::NotFound, why)).await?;
-            socket::close(socket, CloseCode::Refused).await
+    match (arrived, manager.stopping()) {
+        (Ok(Arrived { handle, greeting }), _) => {
+            hand_over(manager, Opening { token, socket, early, came: true }, &handle, vec![greeting]).await
         }
-        Err(ArriveError::InUse) => {
-            send(&mut socket, &refuse(Status::InUse, IN_USE.to_owned())).await?;
-            socket::close(socket, CloseCode::Refused).await
-        }
-        Err(ArriveError::HandoffInProgress) => {
-            let message = "The sandbox is being handed to another instance. Attach again in a moment.".to_owned();
-            send(&mut socket, &refuse(Status::HandoffInProgress, message)).await?;
-            socket::close(socket, CloseCode::Refused).await
-        }
-        Err(ArriveError::Failed(why)) => restore_error(socket, &why).await,
+        (Err(_), Some(how)) => going_away(socket, how).await,
+        (Err(ArriveError::NotFound(why)), None) => refuse_with(socket, Status::NotFound, &why).await,
+        (Err(ArriveError::InUse), None) => refuse_with(socket, Status::InUse, IN_USE).await,
+        (Err(ArriveError::HandoffInProgress), None) => refuse_with(socket, Status::HandoffInProgress, HANDOFF_IN_PROGRESS).await,
+        (Err(ArriveError::Failed(why)), None) => restore_error(socket, &why).await,
     }
 }
 
@@ -285,69 +291,37 @@ async fn going_away(mut socket: WebSocket, how: Stop) -> Result<(), axum::Error>
     socket::close(socket, CloseCode::GoingAway).await
 }
 
-async fn not_found(manager: &Manager, id: Option<SandboxId>, token: Option<&str>, mut socket: WebSocket) -> Result<(), axum::Error> {
+async fn not_found(manager: &Manager, id: Option<SandboxId>, token: Option<&str>, socket: WebSocket) -> Result<(), axum::Error> {
     let message = id.and_then(|id| manager.obituary(id, token)).unwrap_or_else(|| "There is no such sandbox.".to_owned());
-    send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::NotFound).message(message))).await?;
+    refuse_with(socket, Status::NotFound, &message).await
+}
+
+/// The sandbox can't be had here, or not now.
+async fn refuse_with(mut socket: WebSocket, status: Status, message: &str) -> Result<(), axum::Error> {
+    send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(status).message(message))).await?;
     socket::close(socket, CloseCode::Refused).await
 }
 
-/// Makes the socket the client of a sandbox; one that is just being given up here is brought back.
-async fn hand_over(
-    manager: &Arc<Manager>,
-    handle: &Handle,
-    token: Option<&str>,
-    socket: WebSocket,
-    greeting: Vec<ServerEvent>,
-    early: VecDeque<FromClient>,
-) -> Result<(), axum::Error> {
+/// Makes the socket the client of a sandbox. One that is just being given up here is brought back; one that has just come is not, so that
+/// nobody goes round in circles.
+async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle, greeting: Vec<ServerEvent>) -> Result<(), axum::Error> {
+    let Opening { token, socket, early, came } = client;
     let (port, ends) = socket::channels();
-    let attachment = handle.attach(port, greeting).await;
-    if attachment.is_none() && manager.stopping().is_none() && manager.keeps_checkpoints() {
-        handle.gone().await;
-        let saved = manager.saved(handle.id).await;
-        if saved.is_some() {
-            return restore(manager, handle.id, token, saved, socket).await;
-        }
-    }
-    handed_over(manager, handle, token, socket, attachment, ends, early).await
-}
-
-/// The same for one that has just come.
-async fn hand_over_early(
-    manager: &Arc<Manager>,
-    handle: &Handle,
-    token: Option<&str>,
-    socket: WebSocket,
-    greeting: Vec<ServerEvent>,
-    early: VecDeque<FromClient>,
-) -> Result<(), axum::Error> {
-    let (port, ends) = socket::channels();
-    let attachment = handle.attach(port, greeting).await;
-    handed_over(manager, handle, token, socket, attachment, ends, early).await
-}
-
-async fn handed_over(
-    manager: &Manager,
-    handle: &Handle,
-    token: Option<&str>,
-    mut socket: WebSocket,
-    attachment: Option<Attachment>,
-    ends: socket::Ends,
-    early: VecDeque<FromClient>,
-) -> Result<(), axum::Error> {
-    match attachment {
-        Some(Attachment::Attached) => {
+    match (handle.attach(port, greeting).await, manager.stopping()) {
+        (Some(Attachment::Attached), _) => {
             socket::pump(socket, ends, early).await;
             Ok(())
         }
-        Some(Attachment::InUse) => {
-            send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::InUse).message(IN_USE))).await?;
-            socket::close(socket, CloseCode::Refused).await
+        (Some(Attachment::InUse), _) => refuse_with(socket, Status::InUse, IN_USE).await,
+        (None, Some(how)) => going_away(socket, how).await,
+        (None, None) => {
+            handle.gone().await;
+            match manager.saved(handle.id).await {
+                Some(saved) if !came => Box::pin(restore(manager, handle.id, token, Some(saved), socket)).await,
+                Some(_) => refuse_with(socket, Status::HandoffInProgress, HANDOFF_IN_PROGRESS).await,
+                None => not_found(manager, Some(handle.id), token, socket).await,
+            }
         }
-        None => match manager.stopping() {
-            Some(how) => going_away(socket, how).await,
-            None => not_found(manager, Some(handle.id), token, socket).await,
-        },
     }
 }
 

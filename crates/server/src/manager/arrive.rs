@@ -117,7 +117,20 @@ impl Manager {
     pub(crate) async fn arrive(self: &Arc<Self>, id: SandboxId, give_up: CancellationToken) -> Result<Arrived, ArriveError> {
         let manager = Arc::clone(self);
         let span = info_span!(parent: None, "sandbox", %id);
-        let arriving = self.drivers.spawn(async move { manager.bring(id, &give_up).await }.instrument(span));
+        let mut stop = self.stop.subscribe();
+        let bring = async move {
+            let bringing = manager.bring(id, &give_up);
+            tokio::pin!(bringing);
+            tokio::select! {
+                arrived = &mut bringing => arrived,
+                // A server that stops takes nothing more.
+                () = async { drop(stop.wait_for(Option::is_some).await) } => {
+                    give_up.cancel();
+                    bringing.await
+                }
+            }
+        };
+        let arriving = self.drivers.spawn(bring.instrument(span));
         arriving.await.unwrap_or_else(|_| Err(ArriveError::Failed("Bringing the sandbox here failed. Try again.".to_owned())))
     }
 

@@ -19,10 +19,13 @@ use sandboxer_runtime::{
 };
 use sandboxer_store::{
     CheckpointName, Manifest,
-    lease::handoff::{self, Consent, SaveError},
+    lease::{
+        Lease,
+        handoff::{self, Consent, SaveError},
+    },
 };
 use tokio::{
-    sync::{mpsc, oneshot, watch},
+    sync::{OwnedSemaphorePermit, mpsc, oneshot, watch},
     time::{Instant, sleep_until, timeout},
 };
 use tracing::{debug, info, warn};
@@ -34,6 +37,7 @@ use super::{
     execution::Execution,
     farewell,
     host::SandboxHost,
+    last_use::LastUse,
     record::Record,
     saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
 };
@@ -80,6 +84,10 @@ pub(crate) enum Command {
     AskedFor {
         reply: oneshot::Sender<Consent>,
     },
+    /// The server stops, and it is this sandbox's turn to be saved. The turn ends with the driver.
+    Leave {
+        turn: OwnedSemaphorePermit,
+    },
     /// Bring the conversation with the agent to rest, to be saved.
     Quiet {
         reply: oneshot::Sender<Rest>,
@@ -95,9 +103,9 @@ pub(crate) enum Command {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stop {
-    /// The server goes for good: the sandbox ends.
+    /// The server goes for good: the sandbox is saved, or ends.
     Drain,
-    /// The server comes back: the sandbox is left running.
+    /// The server comes back, or has no more time for what it wanted to save: the sandbox is left running.
     Restart,
 }
 
@@ -211,6 +219,8 @@ pub(crate) struct Driver {
     /// Questions to the agent from where output goes on, so far.
     pub(super) resumes: u64,
     knocking: Vec<Knocking>,
+    /// Other instances that want the sandbox, while the attached client is asked for a sign of life.
+    pub(super) asking: Vec<oneshot::Sender<Consent>>,
     knock_deadline: Option<Instant>,
     idle_since: Option<Instant>,
     born: Instant,
@@ -224,6 +234,7 @@ pub(crate) struct Driver {
     pub(super) roller: Option<Roller>,
     /// A rollback under way.
     pub(super) rollback: Option<BoxFuture<'static, Result<Box<RolledBack>, String>>>,
+    last_use: LastUse,
     /// Whoever wanted to attach while the sandbox is being saved to end here.
     pub(super) late: Vec<Knocking>,
 }
@@ -252,6 +263,7 @@ pub(crate) struct Start {
     /// Its lease, if it is kept there.
     pub(crate) kept: Option<Kept>,
     pub(crate) roller: Option<Roller>,
+    pub(crate) last_use: LastUse,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -270,6 +282,8 @@ enum Event {
     Saved(Result<CheckpointName, SaveError>),
     Snapshotted(Result<Manifest, String>),
     RolledBack(Result<Box<RolledBack>, String>),
+    /// The lease is certain again.
+    MayAct,
 }
 
 impl Driver {
@@ -293,6 +307,7 @@ impl Driver {
             host,
             kept,
             roller,
+            last_use,
         } = start;
         let now = Instant::now();
         let autosave = record.config.autosave;
@@ -313,6 +328,7 @@ impl Driver {
             next_number,
             resumes: 0,
             knocking: Vec::new(),
+            asking: Vec::new(),
             knock_deadline: None,
             idle_since: None,
             born: now.checked_sub(age).unwrap_or(now),
@@ -323,6 +339,7 @@ impl Driver {
             saves: Saves::of(host, kept, autosave),
             roller,
             rollback: None,
+            last_use,
             late: Vec::new(),
         }
     }
@@ -345,7 +362,10 @@ impl Driver {
                 Event::Stop(Stop::Drain) => self.on_drain(),
                 // Nobody can reach it any longer, which happens only when the server ends without a word.
                 Event::Command(None) | Event::Stop(Stop::Restart) => Some(Outcome::LeftRunning),
-                Event::Request(Some(from_client)) => self.on_client(from_client),
+                Event::Request(Some(from_client)) => {
+                    self.last_use.note();
+                    self.on_client(from_client)
+                }
                 Event::Request(None) => {
                     self.on_client_gone();
                     None
@@ -354,7 +374,7 @@ impl Driver {
                     self.on_pong(&payload);
                     None
                 }
-                Event::Handed => None,
+                Event::Handed | Event::MayAct => None,
                 Event::Deaf => {
                     self.on_deaf();
                     None
@@ -382,19 +402,18 @@ impl Driver {
         match command {
             Command::Attach { port, greeting, reply } => {
                 let knocking = Knocking { port, greeting, reply };
-                if !self.saves.ends_here() {
+                if !self.saves.goes_away() {
                     self.on_attach(knocking);
                 } else if self.late.len() < MAX_KNOCKING {
                     self.late.push(knocking);
                 }
             }
             Command::Abandon => return Some(Outcome::Drained),
-            Command::AskedFor { reply } => {
-                let _ = reply.send(self.on_asked_for());
-            }
+            Command::AskedFor { reply } => self.on_asked_for(reply),
+            Command::Leave { turn } => return self.on_turn_to_leave(turn),
             Command::Quiet { reply } => self.on_quiet(reply),
             Command::Still => self.saves.stillness = Stillness::Still,
-            Command::GoOn => self.saves.stillness = Stillness::Going,
+            Command::GoOn => self.on_go_on(),
             Command::End { why } => return self.on_end_by_lease(why),
         }
         None
@@ -418,9 +437,12 @@ impl Driver {
         let crowded = self.client.as_ref().is_some_and(|client| client.outbox.is_full());
         let agent_crowded = self.writer.backlog() >= MAX_AGENT_BACKLOG;
         let may_write = self.saves.may_write();
-        let may_serve = self.saves.may_serve() && self.rollback.is_none();
+        // A process that was stopped finds out here that its time is over, before it does by an event.
+        let may_act = self.saves.may_act();
+        let may_serve = self.saves.may_serve() && self.rollback.is_none() && may_act;
         let may_take = self.waiting.is_none() && !agent_crowded && may_serve;
         let draining = self.saves.draining;
+        let lease = if may_act { None } else { self.saves.lease() };
         let ping = self.ping_due();
         let client = &mut self.client;
         let (mut incoming, mut pongs, mut outgoing) = (None, None, None);
@@ -429,7 +451,7 @@ impl Driver {
                 incoming = Some(&mut port.incoming);
             }
             pongs = Some(&mut port.pongs);
-            if !*deaf && !matches!(self.saves.stillness, Stillness::Quieting { .. }) && (!outbox.is_empty() || ping.is_some()) {
+            if may_act && !*deaf && !matches!(self.saves.stillness, Stillness::Quieting { .. }) && (!outbox.is_empty() || ping.is_some()) {
                 outgoing = Some(&port.outgoing);
             }
         }
@@ -438,7 +460,8 @@ impl Driver {
             frame = self.reader.recv(), if link_open => return Event::Frame(frame),
             result = self.writer.flush_some(), if link_open && may_write && self.writer.backlog() > 0 => return Event::Flushed(result),
             command = self.commands.recv() => return Event::Command(command),
-            stop = stopped(&mut self.stop), if !draining => return Event::Stop(stop),
+            stop = stopped(&mut self.stop, draining) => return Event::Stop(stop),
+            () = certain(lease), if !may_act => return Event::MayAct,
             saved = under_way(saving.as_mut().map(|saving| &mut saving.done)) => return Event::Saved(saved),
             made = under_way(snapshot.as_mut()) => return Event::Snapshotted(made),
             rolled = under_way(self.rollback.as_mut()) => return Event::RolledBack(rolled),
@@ -449,6 +472,9 @@ impl Driver {
             end = self.ended.wait() => return Event::Ended(end),
         };
         let Some(permit) = permit else { return Event::Deaf };
+        if !self.saves.may_act() {
+            return Event::Handed;
+        }
         self.hand_out(permit, ping);
         Event::Handed
     }
@@ -468,8 +494,9 @@ impl Driver {
             Stillness::Going | Stillness::Still => None,
         };
         if !self.saves.may_serve() {
-            // It stands still, and so does its time.
-            return [quieting, self.link_closed].into_iter().flatten().min();
+            // It stands still, and so does its time. Another instance that asks is answered all the same.
+            let asked = self.knock_deadline.filter(|_| !self.asking.is_empty());
+            return [quieting, self.link_closed, asked].into_iter().flatten().min();
         }
         let save = self.saves.next_due();
         [idle, lifetime, execution, grace, silence, save, self.knock_deadline, self.kill_deadline, self.link_closed]
@@ -483,6 +510,9 @@ impl Driver {
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
         if !self.saves.may_serve() && !due(self.link_closed) {
             self.give_up_quieting(now);
+            if due(self.knock_deadline) && !self.asking.is_empty() {
+                self.on_client_gone();
+            }
             return None;
         }
         if self.saves.saving.is_none() && self.rollback.is_none() {
@@ -580,18 +610,25 @@ impl Driver {
         }
     }
 
+    /// Asks the attached client for a sign of life.
+    pub(super) fn knock(&mut self) {
+        if let Some(client) = &mut self.client {
+            client.ping_wanted = true;
+            client.alive_from = client.last_ping.sequence + 1;
+            self.knock_deadline.get_or_insert_with(|| Instant::now() + KNOCK);
+        }
+    }
+
     pub(super) fn on_attach(&mut self, newcomer: Knocking) {
-        match &mut self.client {
+        match &self.client {
             Some(client) if !client.port.outgoing.is_closed() => {
                 if self.knocking.len() >= MAX_KNOCKING {
                     // Nobody waits for an answer any longer if this fails.
                     let _ = newcomer.reply.send(Attachment::InUse);
                     return;
                 }
-                client.ping_wanted = true;
-                client.alive_from = client.last_ping.sequence + 1;
                 self.knocking.push(newcomer);
-                self.knock_deadline.get_or_insert_with(|| Instant::now() + KNOCK);
+                self.knock();
             }
             Some(_) => {
                 self.knocking.push(newcomer);
@@ -628,6 +665,7 @@ impl Driver {
             asked_after_silence: false,
             deaf: false,
         });
+        self.last_use.note();
         debug!("a client is attached");
     }
 
@@ -635,6 +673,7 @@ impl Driver {
         self.knock_deadline = None;
         self.waiting = None;
         if let Some(mut client) = self.client.take() {
+            self.last_use.note();
             debug!("the client is gone");
             if let Some(Pinged { number, upto, end, .. }) = client.last_answer() {
                 self.acknowledge(number, upto, end);
@@ -649,6 +688,7 @@ impl Driver {
             let next = self.knocking.remove(0);
             self.attach(next);
         }
+        self.give_way();
         self.turn_away();
         self.save_soon();
     }
@@ -666,6 +706,9 @@ impl Driver {
     /// The attached client lives: whoever knocked is told so.
     fn turn_away(&mut self) {
         self.knock_deadline = None;
+        for asking in self.asking.drain(..) {
+            let _ = asking.send(Consent::InUse);
+        }
         for knocking in self.knocking.drain(..) {
             let _ = knocking.reply.send(Attachment::InUse);
         }
@@ -891,9 +934,10 @@ async fn tell(client: Option<&mut Client>, last: Vec<Outgoing>) {
     }
 }
 
-/// What the server wants of all its sandboxes.
-async fn stopped(stop: &mut watch::Receiver<Option<Stop>>) -> Stop {
-    match stop.wait_for(Option::is_some).await.map(|stop| *stop) {
+/// What the server wants of all its sandboxes; of one that it stops already, that it be left.
+async fn stopped(stop: &mut watch::Receiver<Option<Stop>>, draining: bool) -> Stop {
+    let news = |stop: &Option<Stop>| if draining { *stop == Some(Stop::Restart) } else { stop.is_some() };
+    match stop.wait_for(news).await.map(|stop| *stop) {
         Ok(Some(stop)) => stop,
         // The server is gone; the closed commands tell of it.
         _ => std::future::pending().await,
@@ -905,6 +949,17 @@ async fn under_way<T>(work: Option<&mut BoxFuture<'static, T>>) -> T {
     match work {
         Some(work) => work.await,
         None => std::future::pending().await,
+    }
+}
+
+/// Until the lease is held for certain; for ever if it never is again, which its keeper hears of.
+async fn certain(lease: Option<Lease>) {
+    let certain = match &lease {
+        Some(lease) => lease.certain().await.is_ok(),
+        None => false,
+    };
+    if !certain {
+        std::future::pending::<()>().await;
     }
 }
 

@@ -20,6 +20,7 @@ pub(crate) mod driver;
 mod execution;
 pub(crate) mod farewell;
 pub(crate) mod host;
+pub(crate) mod last_use;
 pub(crate) mod record;
 mod requests;
 mod rollback;

@@ -17,12 +17,12 @@ use sandboxer_protocol::{
 use sandboxer_store::{
     CheckpointName, Manifest, SandboxStatus,
     lease::{
-        Release,
+        Lease, Release,
         handoff::{Consent, Ending, Keeper, SaveError},
     },
 };
 use tokio::{
-    sync::oneshot,
+    sync::{OwnedSemaphorePermit, oneshot},
     time::{Instant, timeout},
 };
 use tracing::{info, warn};
@@ -111,6 +111,10 @@ pub(super) struct Saves {
     pings: u64,
     /// The server is being stopped.
     pub(super) draining: bool,
+    /// Its turn to be saved when the server stops.
+    turn: Option<OwnedSemaphorePermit>,
+    /// Another instance was promised the sandbox.
+    promised: bool,
 }
 
 impl Saves {
@@ -126,7 +130,21 @@ impl Saves {
 
     /// Whether the client is served.
     pub(super) fn may_serve(&self) -> bool {
-        matches!(self.stillness, Stillness::Going) && !self.ends_here()
+        matches!(self.stillness, Stillness::Going) && !self.ends_here() && !self.draining
+    }
+
+    pub(super) fn lease(&self) -> Option<Lease> {
+        self.kept.as_ref().map(|kept| kept.keeper.lease().clone())
+    }
+
+    /// Whether anything may be done that others can see: always, unless the lease could be someone else's.
+    pub(super) fn may_act(&self) -> bool {
+        self.kept.as_ref().is_none_or(|kept| kept.keeper.lease().may_act())
+    }
+
+    /// Whether who comes now has to wait until it is clear where the sandbox goes on.
+    pub(super) fn goes_away(&self) -> bool {
+        self.ends_here() || self.draining || self.promised
     }
 
     /// Whether the save under way is to be the end of the sandbox here.
@@ -222,36 +240,74 @@ impl Driver {
         if self.saves.draining {
             return Some(Outcome::LeftRunning);
         }
+        if !self.saves.goes_away() {
+            self.admit_late();
+        }
+        None
+    }
+
+    /// It goes on here after all, for those who came meanwhile too.
+    fn admit_late(&mut self) {
         for knocking in std::mem::take(&mut self.late) {
             self.on_attach(knocking);
         }
-        None
     }
 
-    /// The server stops for good. Returns how the sandbox ends, unless it is saved first.
+    /// The server stops for good. Returns how the sandbox ends, unless it is to be saved when its turn comes.
     pub(super) fn on_drain(&mut self) -> Option<Outcome> {
-        self.saves.draining = true;
         if self.saves.kept.is_none() {
             return Some(Outcome::Drained);
         }
-        if !self.saves.ends_here() {
+        if !self.saves.draining && !self.saves.ends_here() {
             self.tell(Status::Checkpointing);
-            self.save(Why::Draining);
         }
+        self.saves.draining = true;
         None
     }
 
-    /// Someone else wants the sandbox.
-    pub(super) fn on_asked_for(&mut self) -> Consent {
-        let attached = self.client.as_ref().is_some_and(|client| !client.leaving && !client.port.outgoing.is_closed());
-        if attached && !self.record.config.handoff {
-            return Consent::InUse;
+    pub(super) fn on_turn_to_leave(&mut self, turn: OwnedSemaphorePermit) -> Option<Outcome> {
+        let outcome = self.on_drain();
+        if outcome.is_none() && !self.saves.ends_here() {
+            self.save(Why::Draining);
         }
-        if attached {
+        self.saves.turn = Some(turn);
+        outcome
+    }
+
+    /// Another instance wants the sandbox. A client keeps it that is really there; whether it is, it is asked.
+    pub(super) fn on_asked_for(&mut self, reply: oneshot::Sender<Consent>) {
+        self.asking.push(reply);
+        let attached = self.client.as_ref().is_some_and(|client| !client.leaving && !client.port.outgoing.is_closed());
+        if attached && !self.record.config.handoff && !self.saves.draining {
+            self.knock();
+            return;
+        }
+        if attached && !self.saves.draining {
             self.tell(Status::LockReleaseRequested);
             self.tell(Status::Checkpointing);
         }
-        Consent::HandOver
+        self.promise();
+    }
+
+    /// The attached client is gone: those who asked get the sandbox, unless the next one is attached already.
+    pub(super) fn give_way(&mut self) {
+        if self.client.is_none() {
+            self.promise();
+        }
+    }
+
+    fn promise(&mut self) {
+        for asking in self.asking.drain(..) {
+            self.saves.promised |= asking.send(Consent::HandOver).is_ok();
+        }
+    }
+
+    pub(super) fn on_go_on(&mut self) {
+        self.saves.stillness = Stillness::Going;
+        self.saves.promised = false;
+        if !self.saves.goes_away() {
+            self.admit_late();
+        }
     }
 
     pub(super) fn on_quiet(&mut self, reply: oneshot::Sender<Rest>) {

@@ -14,7 +14,7 @@ use tokio::sync::{
     watch,
 };
 
-pub use self::handle::{Held, Lease, LeaseError, LeaseEvent, LeaseEvents, LostReason, Release};
+pub use self::handle::{Held, Lease, LeaseError, LeaseEvent, LeaseEvents, LeaseView, LostReason, Release};
 use self::{
     attempt::{Attempt, Composed},
     handle::{Command, Shared, Standing, View},

@@ -102,6 +102,11 @@ impl Shared {
         shared
     }
 
+    fn may_act(&self) -> bool {
+        let freeze_at = Duration::from_nanos(self.freeze_at.load(Ordering::Acquire));
+        self.clock.now() < Moment(freeze_at)
+    }
+
     pub(super) fn set_freeze_at(&self, moment: Moment) {
         self.freeze_at.store(u64::try_from(moment.0.as_nanos()).unwrap_or(u64::MAX), Ordering::Release);
     }
@@ -127,6 +132,31 @@ pub struct Lease {
     shared: Arc<Shared>,
     commands: mpsc::Sender<Command>,
     view: watch::Receiver<View>,
+}
+
+/// A look at a lease that does not keep it.
+#[derive(Clone)]
+pub struct LeaseView {
+    shared: Arc<Shared>,
+}
+
+impl LeaseView {
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.shared.epoch
+    }
+
+    /// See [`Lease::may_act`].
+    #[must_use]
+    pub fn may_act(&self) -> bool {
+        self.shared.may_act()
+    }
+}
+
+impl std::fmt::Debug for LeaseView {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LeaseView").field("epoch", &self.epoch()).field("may_act", &self.may_act()).finish()
+    }
 }
 
 impl Lease {
@@ -160,8 +190,13 @@ impl Lease {
     /// process that was stopped finds out by this before it does by an event.
     #[must_use]
     pub fn may_act(&self) -> bool {
-        let freeze_at = Duration::from_nanos(self.shared.freeze_at.load(Ordering::Acquire));
-        self.shared.clock.now() < Moment(freeze_at)
+        self.shared.may_act()
+    }
+
+    /// What others may know of the lease, without holding it.
+    #[must_use]
+    pub fn view(&self) -> LeaseView {
+        LeaseView { shared: Arc::clone(&self.shared) }
     }
 
     /// Waits until it is certain that the lease is held, as it may not be after something that took long, or that it is lost.

@@ -33,6 +33,8 @@ const MAX_TRIES: usize = 64;
 pub(super) struct Files {
     locks: PathBuf,
     owner: Owner,
+    /// Which directory that was when it was opened; none if that could not be found out.
+    inode: Option<u64>,
     codec: Codec,
     points: FailPoints,
     hook: Option<StepHook>,
@@ -55,13 +57,15 @@ impl Names {
 impl Files {
     pub(super) fn new(locks: PathBuf, owner: Owner, codec: Codec, points: FailPoints) -> Self {
         let stale_views = is_network(&locks);
-        Self { locks, owner, codec, points, hook: None, stale_views }
+        let inode = fs::metadata(&locks).ok().map(|meta| meta.ino());
+        Self { locks, owner, inode, codec, points, hook: None, stale_views }
     }
 
     pub(super) fn hooked(&self, hook: StepHook) -> Self {
         Self {
             locks: self.locks.clone(),
             owner: self.owner,
+            inode: self.inode,
             codec: self.codec.clone(),
             points: self.points.clone(),
             hook: Some(hook),
@@ -80,13 +84,23 @@ impl Files {
     pub(super) fn read(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
         let dir = self.versions(id);
         for _ in 0..MAX_TRIES {
-            let Some(newest) = names(&dir).map_err(unreadable)?.newest() else { return Ok(None) };
+            let Some(newest) = names(&dir).map_err(unreadable)?.newest() else { return self.still_here().map(|()| None) };
             let Some(file) = open_version(&dir, newest).map_err(unreadable)? else { continue };
             let record = self.decode(id, newest, &file)?;
             self.finish_copy(id, newest, &file);
             return Ok(Some(Stored { record, tag: Tag::default() }));
         }
         Err(ReadError::Unavailable("its newest version is gone whenever it is opened".to_owned()))
+    }
+
+    /// That a record is not there means something only where the records are. A volume that is not mounted, or another in its place, has
+    /// none: whoever took that for an answer would end every sandbox.
+    fn still_here(&self) -> Result<(), ReadError> {
+        let there = fs::metadata(&self.locks).map_err(|error| ReadError::Unavailable(format!("the volume is not there: {error}")))?;
+        match self.inode {
+            Some(inode) if inode != there.ino() => Err(ReadError::Unavailable("another volume is in its place".to_owned())),
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn create(&self, id: SandboxId, first: &Record) -> Result<Stored, SwapError> {

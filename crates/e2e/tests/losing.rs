@@ -1,0 +1,104 @@
+//! An instance that can't be certain of its sandbox lets it stand still; one that has lost it ends it and writes nothing.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::time::Duration;
+
+use sandboxer_e2e::{DEADLINE, Server, Volume, Ws, eventually};
+use serde_json::json;
+
+/// Shorter than usual, so that it runs out while the test waits.
+const LEASE: Duration = Duration::from_secs(6);
+
+fn runs(server: &Server, id: &str) -> bool {
+    server.sandbox_processes().iter().any(|process| process.command.contains(id))
+}
+
+#[tokio::test]
+async fn a_volume_that_is_gone_freezes_a_sandbox_and_one_that_comes_back_lets_it_go_on() {
+    let volume = Volume::default();
+    let a = volume.serve_with_lease(LEASE);
+    let mut ws = Ws::create_with(&a, json!({"enable_checkpoint": true})).await;
+    let id = ws.sandbox_id.clone();
+    let code = "
+import time
+for n in range(10**9): print(n, flush=True); time.sleep(0.02)
+";
+    ws.start(json!({"language": "python", "code": code})).await;
+    ws.until_output("stdout", "\n10\n").await;
+    let before = volume.record(&id);
+
+    volume.hide();
+    eventually("it is no longer served", DEADLINE, || a.view_of(&id).is_some_and(|view| view["serving"] == false)).await;
+    eventually("it is frozen", DEADLINE, || a.log().contains("the lease could run out: the sandbox is frozen")).await;
+    // What was on its way is read; then nothing comes, for longer than the program ever pauses.
+    while ws.incoming_within(Duration::from_millis(500)).await.is_some() {}
+    assert!(ws.incoming_within(Duration::from_secs(2)).await.is_none());
+    assert!(runs(&a, &id), "unknown is frozen, not ended");
+
+    volume.show();
+    // The client itself checks that its output goes on where it stopped.
+    ws.until_output("stdout", "\n").await;
+    assert_eq!(a.view_of(&id).unwrap(), json!({"id_sha256": sandboxer_e2e::sha256(id.as_bytes()), "epoch": 1, "serving": true}));
+    let after = volume.record(&id);
+    assert_eq!((&after["owner"], &after["epoch"]), (&before["owner"], &json!(1)), "{after}");
+    ws.send(json!({"action": "kill_process"})).await;
+    assert_eq!(ws.until_done().await.signal(), Some("SIGKILL"));
+    ws.expect_alive().await;
+}
+
+#[tokio::test]
+async fn an_instance_that_was_stopped_for_too_long_ends_what_another_has_taken_over() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve_with_lease(LEASE), volume.serve_with_lease(LEASE));
+    let id = volume.saved_sandbox(&a, "saved").await;
+    let mut old = Ws::attach(&a, &id).await;
+    let _ = old.bash("echo unsaved > f").await.ok();
+    a.halt();
+    let (mut ws, running) = Ws::arrive(&b, &id).await;
+    assert_eq!((&running["rewound"], &running["generation"]), (&json!(true), &json!(2)), "{running}");
+    let kept = volume.contents();
+    a.go_on();
+    old.expect_error("sandbox_moved").await;
+    old.expect_close(1001).await;
+    eventually("it is ended", DEADLINE, || !runs(&a, &id)).await;
+    assert!(a.view_of(&id).is_none());
+    assert_eq!(volume.contents(), kept, "nothing was written");
+    let record = volume.record(&id);
+    assert_eq!((record["owner"].as_str().unwrap(), &record["epoch"]), (b.instance().as_str(), &json!(2)), "{record}");
+    assert_eq!(ws.bash("cat f").await.ok(), "saved\n");
+}
+
+#[tokio::test]
+async fn a_server_that_comes_back_ends_what_is_no_longer_its_own() {
+    let volume = Volume::default();
+    let (mut a, b) = (volume.serve_with_lease(LEASE), volume.serve_with_lease(LEASE));
+    let id = volume.saved_sandbox(&a, "saved").await;
+    a.kill9();
+    assert!(runs(&a, &id), "a sandbox outlives its server");
+    let (mut ws, running) = Ws::arrive(&b, &id).await;
+    assert_eq!(running["rewound"], true, "{running}");
+    let kept = volume.contents();
+    a.restart();
+    eventually("it is ended", DEADLINE, || !runs(&a, &id)).await;
+    assert!(a.log().contains("is no longer this instance's"), "{}", a.log());
+    assert_eq!(volume.contents(), kept, "nothing was written");
+    assert_eq!(volume.record(&id)["owner"], b.instance().as_str());
+    assert_eq!(ws.bash("cat f").await.ok(), "saved\n");
+}
+
+#[tokio::test]
+async fn a_server_that_died_with_a_frozen_sandbox_finds_it_again() {
+    let volume = Volume::default();
+    let mut a = volume.serve_with_lease(LEASE);
+    let id = volume.saved_sandbox(&a, "kept").await;
+    volume.hide();
+    eventually("it is frozen", DEADLINE, || a.log().contains("the lease could run out: the sandbox is frozen")).await;
+    a.kill9();
+    volume.show();
+    a.restart();
+    // Frozen by the process before, taken up by this one.
+    let mut ws = Ws::attach(&a, &id).await;
+    assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
+    assert_eq!(volume.record(&id)["epoch"], 1);
+}

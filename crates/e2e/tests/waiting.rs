@@ -1,0 +1,173 @@
+//! What can come between an instance that wants a sandbox and the one that has it.
+//!
+//! An owner that is stopped (`SIGSTOP`) neither hands over nor answers: that is how these tests hold a handoff in its middle.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::{fs, time::Duration};
+
+use sandboxer_e2e::{CutProxy, DEADLINE, Fault, Incoming, Server, Volume, Ws, eventually};
+use serde_json::{Value, json};
+
+/// How long anything may take that waits for a lease to run out.
+const LONG: Duration = Duration::from_secs(120);
+
+/// A client of an instance that has to wait for the sandbox.
+async fn wait_at(server: &Server, id: &str) -> Ws {
+    let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
+    id.clone_into(&mut ws.sandbox_id);
+    ws.expect_status("SANDBOX_RESTORING").await;
+    ws
+}
+
+#[tokio::test]
+async fn a_waiter_that_died_is_not_waited_for() {
+    let volume = Volume::default();
+    let (a, mut b, c) = (volume.serve(), volume.serve(), volume.serve());
+    let id = volume.saved_sandbox(&a, "kept").await;
+    a.halt();
+    let _waiting = wait_at(&b, &id).await;
+    volume.awaited_by(&id, &b).await;
+    b.kill9();
+    let mut ws = wait_at(&c, &id).await;
+    let third = c.instance();
+    eventually("its registration runs out, and the next one takes its place", LONG, || {
+        let record = volume.record(&id);
+        record["waiter"]["instance"] == third.as_str() || record["owner"] == third.as_str()
+    })
+    .await;
+    a.go_on();
+    ws.expect_running_after(LONG).await;
+    assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
+}
+
+#[tokio::test]
+async fn of_two_that_want_it_one_gets_it_and_the_other_is_told_so() {
+    let volume = Volume::default();
+    let (a, b, c) = (volume.serve(), volume.serve(), volume.serve());
+    let id = volume.saved_sandbox(&a, "kept").await;
+    a.halt();
+    let mut first = wait_at(&b, &id).await;
+    volume.awaited_by(&id, &b).await;
+    let mut second = wait_at(&c, &id).await;
+    second.expect_status("SANDBOX_HANDOFF_IN_PROGRESS").await;
+    second.expect_close(1011).await;
+    a.go_on();
+    first.expect_running_after(LONG).await;
+    assert_eq!(first.bash("cat f").await.ok(), "kept\n");
+}
+
+#[tokio::test]
+async fn who_gives_up_waiting_leaves_no_trace() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let id = volume.saved_sandbox(&a, "kept").await;
+    a.halt();
+    let waiting = wait_at(&b, &id).await;
+    volume.awaited_by(&id, &b).await;
+    waiting.close().await;
+    eventually("the registration is withdrawn", DEADLINE, || volume.record(&id)["waiter"].is_null()).await;
+    a.go_on();
+    // It is where it was.
+    let mut ws = Ws::attach(&a, &id).await;
+    assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
+    assert_eq!(volume.record(&id)["epoch"], 1);
+}
+
+#[tokio::test]
+async fn an_owner_that_cannot_save_keeps_the_sandbox_and_says_why() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let mut ws = Ws::create_with(&a, json!({"enable_checkpoint": true})).await;
+    let id = ws.sandbox_id.clone();
+    let code = "for line in iter(input, 'end'): print('heard', line, flush=True)";
+    ws.start(json!({"language": "python", "code": code, "execution_id": "e"})).await;
+    ws.send(json!({"event": "stdin", "data": "one\n"})).await;
+    ws.until_output("stdout", "heard one\n").await;
+    // Where it captures what it saves there is now something else.
+    let captures = a.data_dir().join("saving");
+    fs::remove_dir_all(&captures).unwrap();
+    fs::write(&captures, "").unwrap();
+    ws.close().await;
+
+    let mut newcomer = wait_at(&b, &id).await;
+    let status = newcomer.expect_status("SANDBOX_RESTORE_ERROR").await;
+    assert!(status["message"].as_str().unwrap().contains("can't save it, and keeps it"), "{status}");
+    newcomer.expect_error("restore_failed").await;
+    newcomer.expect_close(4000).await;
+    let record = volume.record(&id);
+    assert_eq!((&record["answer"]["verdict"], &record["epoch"]), (&json!("cannot_save"), &json!(1)), "{record}");
+
+    let mut ws = Ws::attach(&a, &id).await;
+    ws.send(json!({"action": "reconnect", "execution_id": "e"})).await;
+    assert_eq!(ws.next().await["running"], true);
+    ws.send(json!({"event": "stdin", "data": "two\n"})).await;
+    ws.until_output("stdout", "heard two\n").await;
+    ws.close().await;
+
+    fs::remove_file(&captures).unwrap();
+    fs::create_dir(&captures).unwrap();
+    let (mut ws, running) = Ws::arrive(&b, &id).await;
+    assert!(running.get("rewound").is_none(), "{running}");
+    ws.send(json!({"action": "reconnect", "execution_id": "e"})).await;
+    assert_eq!(ws.next().await["running"], true);
+    ws.send(json!({"event": "stdin", "data": "three\nend\n"})).await;
+    assert!(ws.until_done().await.out().ends_with("heard three\n"));
+}
+
+/// What a client of an attach is told in the end.
+async fn verdict(ws: &mut Ws) -> Value {
+    loop {
+        match ws.incoming_within(LONG).await {
+            Some(Incoming::Message(message)) if message["status"] == "SANDBOX_RESTORING" => {}
+            Some(Incoming::Message(message)) => return message["status"].clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn of_two_clients_one_at_the_old_owner_while_it_saves_exactly_one_gets_the_sandbox() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let mut ws = Ws::create_with(&a, json!({"enable_checkpoint": true})).await;
+    let id = ws.sandbox_id.clone();
+    // Something that takes a while to save.
+    let code = "
+import os, time
+held = os.urandom(96 << 20)
+open('/root/there', 'w').write('there')
+time.sleep(10000)
+";
+    let _ = ws.bash(&format!("python3 -c \"{code}\" & until [ -s there ]; do sleep 0.05; done; echo kept > f")).await.ok();
+    ws.vanish();
+    let mut at_b = Ws::open(&b, &format!("/attach/{id}")).await;
+    eventually("the owner is asked", DEADLINE, || a.log().contains("another instance asks for the sandbox")).await;
+    let mut at_a = Ws::open(&a, &format!("/attach/{id}")).await;
+    let told = [verdict(&mut at_b).await, verdict(&mut at_a).await];
+    let got: Vec<bool> = told.iter().map(|status| status == "SANDBOX_RUNNING").collect();
+    assert_eq!(got.iter().filter(|got| **got).count(), 1, "{told:?}");
+    for (status, got) in told.iter().zip(&got) {
+        assert!(*got || status == "SANDBOX_IN_USE" || status == "SANDBOX_HANDOFF_IN_PROGRESS", "{told:?}");
+    }
+    let mut owner = if got[0] { at_b } else { at_a };
+    assert_eq!(owner.bash("cat f; pgrep -c python3").await.ok(), "kept\n1\n");
+}
+
+#[tokio::test]
+async fn a_client_that_is_only_said_to_be_attached_keeps_nothing() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let network = CutProxy::start(a.address(), 1, 4000..4001, &[Fault::HalfOpen]).await;
+    let mut ws = Ws::connect(network.address(), "/create", &[]).await.unwrap();
+    ws.send(json!({"enable_checkpoint": true})).await;
+    ws.expect_created().await;
+    let id = ws.sandbox_id.clone();
+    ws.send(json!({"language": "bash", "code": "echo kept > f; yes | head -c 100000"})).await;
+    eventually("nothing passes any more", DEADLINE, || network.happened() == 1).await;
+    // Neither side has heard of it.
+    let (mut next, running) = Ws::arrive(&b, &id).await;
+    assert!(running.get("rewound").is_none(), "{running}");
+    assert_eq!(next.bash("cat f").await.ok(), "kept\n");
+    drop(ws);
+}
