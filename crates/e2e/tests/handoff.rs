@@ -36,9 +36,16 @@ async fn an_attached_client_keeps_its_sandbox_unless_it_was_made_to_give_way() {
     let (a, b) = (volume.serve(), volume.serve());
     let mut kept = Ws::create_kept(&a).await;
     let mut ws = Ws::open(&b, &format!("/attach/{}", kept.sandbox_id)).await;
-    ws.expect_status("SANDBOX_RESTORING").await;
-    ws.expect_status("SANDBOX_IN_USE").await;
-    ws.expect_close(1011).await;
+    let refused = async {
+        ws.expect_status("SANDBOX_RESTORING").await;
+        ws.expect_status("SANDBOX_IN_USE").await;
+        ws.expect_close(1011).await;
+    };
+    tokio::select! {
+        // It is attached while it answers.
+        told = kept.incoming() => panic!("{told:?}"),
+        () = refused => {}
+    }
     kept.expect_alive().await;
 
     let mut giving = Ws::create_with(&a, json!({"enable_checkpoint": true, "enable_sandbox_handoff": true})).await;
