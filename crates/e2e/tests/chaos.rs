@@ -355,10 +355,12 @@ async fn hurt(mut servers: Vec<Server>, addresses: Addresses, faults: usize) -> 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn instances_that_die_and_stand_still_never_serve_a_sandbox_twice_nor_lose_what_was_acknowledged() {
     let volume = Arc::new(Volume::default());
-    let servers: Vec<Server> = (0..INSTANCES).map(|_| volume.serve_with_lease(lease())).collect();
+    // When the test is over nothing has to be saved.
+    let options = volume.options().arg("--lease").arg(lease().as_secs().to_string()).arg("--stop-grace").arg("0.2");
+    let servers: Vec<Server> = (0..INSTANCES).map(|_| options.clone().start()).collect();
     let at = Mutex::new(servers.iter().map(|server| Some(server.address())).collect());
     let addresses: Addresses = Arc::new(Instances { at, changed: Mutex::new(Instant::now()) });
-    let sandboxes = count(6, 20);
+    let sandboxes = count(5, 20);
     let mut users =
         join_all((0..sandboxes).map(|number| User::start(&servers[number % INSTANCES], &volume, &addresses, number as u64))).await;
     let observer = Arc::new(Observer {
@@ -379,10 +381,11 @@ async fn instances_that_die_and_stand_still_never_serve_a_sandbox_twice_nor_lose
     };
     let (_, (servers, done)) = tokio::join!(join_all(living), hurting);
     // Once more, with nothing in its way.
-    for user in &mut users {
+    join_all(users.iter_mut().map(async |user| {
         let ws = user.reach().await;
         assert!(user.use_it(ws).await.is_ok(), "{} is well again", user.id);
-    }
+    }))
+    .await;
     observer.done.store(true, Ordering::SeqCst);
     for watching in watching {
         watching.await.expect("the observer has seen nothing wrong");

@@ -69,6 +69,8 @@ pub struct HostLimits {
     memory: Result<Place, String>,
     cpu: Result<Place, String>,
     pids: Result<Place, String>,
+    /// What the cgroups of this instance's sandboxes are told apart by, from those of others on this machine.
+    instance: String,
 }
 
 impl HostLimits {
@@ -88,7 +90,7 @@ impl HostLimits {
     /// Nothing can be enforced.
     #[must_use]
     pub fn none(why: &str) -> Self {
-        Self { memory: Err(why.to_owned()), cpu: Err(why.to_owned()), pids: Err(why.to_owned()) }
+        Self { memory: Err(why.to_owned()), cpu: Err(why.to_owned()), pids: Err(why.to_owned()), instance: String::new() }
     }
 
     fn probe_in(mounts: &str, own: &str) -> Self {
@@ -104,7 +106,24 @@ impl HostLimits {
                 Some(Ok(parent)) => Err(format!("the {controller} controller is not delegated to {}", parent.display())),
             },
         };
-        Self { memory: find(Controller::Memory), cpu: find(Controller::Cpu), pids: find(Controller::Pids) }
+        Self { memory: find(Controller::Memory), cpu: find(Controller::Cpu), pids: find(Controller::Pids), instance: String::new() }
+    }
+
+    /// For the sandboxes of the instance that keeps its state here. A sandbox that goes from one instance of a machine to another is for a
+    /// moment at both, and must not be in one cgroup with itself.
+    pub(crate) fn of_instance(mut self, state_dir: &Path) -> Self {
+        // FNV-1a: the same for the same directory in every version.
+        let digest = state_dir
+            .as_os_str()
+            .as_encoded_bytes()
+            .iter()
+            .fold(0xcbf2_9ce4_8422_2325_u64, |digest, byte| (digest ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3));
+        self.instance = format!("-{:08x}", digest & 0xffff_ffff);
+        self
+    }
+
+    fn name_of(&self, id: SandboxId) -> String {
+        format!("{id}{}", self.instance)
     }
 
     fn place(&self, controller: Controller) -> &Result<Place, String> {
@@ -141,7 +160,7 @@ impl HostLimits {
         let mut cgroup = SandboxCgroup::default();
         let made = wanted(resources).try_for_each(|controller| {
             let Ok(place) = self.place(controller) else { return Ok(()) };
-            let dir = place.parent.join(id.to_string());
+            let dir = place.parent.join(self.name_of(id));
             if !cgroup.dirs.contains(&dir) {
                 fs::create_dir_all(&dir)?;
                 cgroup.dirs.push(dir.clone());
@@ -164,7 +183,7 @@ impl HostLimits {
     /// Where the sandbox's cgroup is if it has one, for a sandbox of which nothing was written down.
     pub(crate) fn cgroup_of(&self, id: SandboxId) -> SandboxCgroup {
         let mut dirs: Vec<_> =
-            Controller::ALL.into_iter().filter_map(|c| self.enforces(c).ok()).map(|dir| dir.join(id.to_string())).collect();
+            Controller::ALL.into_iter().filter_map(|c| self.enforces(c).ok()).map(|dir| dir.join(self.name_of(id))).collect();
         dirs.dedup();
         SandboxCgroup { dirs, once_up: Vec::new() }
     }
@@ -405,6 +424,17 @@ mod tests {
         // No burst here, as with an older kernel.
         cgroup.hold().unwrap();
         assert_eq!(fs::read_to_string(&max).unwrap(), "10000 20000");
+    }
+
+    #[test]
+    fn two_instances_of_a_machine_have_two_cgroups_for_one_sandbox() {
+        let (_dir, limits) = pretend("cpu\n");
+        let id = SandboxId::random();
+        let resources = HostResources { cpus: Some(1.0), ..HostResources::default() };
+        let [here, there] = ["/a/runsc", "/b/runsc"].map(|dir| limits.clone().of_instance(Path::new(dir)));
+        let made = here.create(id, &resources).unwrap();
+        assert_eq!(made.dirs, here.cgroup_of(id).dirs);
+        assert_ne!(made.dirs, there.create(id, &resources).unwrap().dirs);
     }
 
     #[tokio::test]

@@ -96,8 +96,8 @@ impl GvisorRuntime {
         let runsc = Runsc::new(options.runsc, Global { root: state_dir.clone(), features });
         Ok(Self {
             runsc,
+            limits: options.limits.of_instance(&state_dir),
             state_dir,
-            limits: options.limits,
             known: Mutex::default(),
             tasks: TaskTracker::new(),
             let_go: CancellationToken::new(),
