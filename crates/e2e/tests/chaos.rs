@@ -14,7 +14,7 @@ use std::{
 
 use futures_util::future::join_all;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
-use sandboxer_e2e::{Incoming, Server, Volume, Ws, count, http, seed, sha256, soak};
+use sandboxer_e2e::{DEADLINE, Incoming, Server, Volume, Ws, count, http, seed, sha256, soak};
 use serde_json::{Value, json};
 use tokio::{sync::watch, time::timeout};
 
@@ -252,7 +252,7 @@ impl User {
         let written = self.written;
         ws.try_send(json!({"action": "checkpoint"}).to_string().into()).await.map_err(|_| Broken::Connection)?;
         loop {
-            match ws.incoming_within(Duration::from_secs(20)).await {
+            match ws.incoming_within(DEADLINE).await {
                 Some(Incoming::Message(message)) if message["status"] == "SANDBOX_CHECKPOINTED" => {
                     self.saved = written;
                     self.checkpoints += 1;
@@ -361,8 +361,10 @@ async fn instances_that_die_and_stand_still_never_serve_a_sandbox_twice_nor_lose
     let at = Mutex::new(servers.iter().map(|server| Some(server.address())).collect());
     let addresses: Addresses = Arc::new(Instances { at, changed: Mutex::new(Instant::now()) });
     let sandboxes = count(5, 20);
-    let mut users =
-        join_all((0..sandboxes).map(|number| User::start(&servers[number % INSTANCES], &volume, &addresses, number as u64))).await;
+    let mut users = Vec::new();
+    for number in 0..sandboxes {
+        users.push(User::start(&servers[number % INSTANCES], &volume, &addresses, number as u64).await);
+    }
     let observer = Arc::new(Observer {
         addresses: Arc::clone(&addresses),
         served: Mutex::default(),

@@ -581,7 +581,7 @@ impl Manager {
 
     async fn try_take_up(self: &Arc<Self>, left: Left, dir: &Path) -> Result<(), NotTakenUp> {
         let lost = |why: String, token_sha256: &str| NotTakenUp::Lost { why, token_sha256: token_sha256.to_owned() };
-        let Left { id, container, record } = left;
+        let Left { container, record, .. } = left;
         let record = match record {
             Ok(record) => record,
             Err(error @ RecordError::Version(_)) => return Err(NotTakenUp::Unknown(error.to_string())),
