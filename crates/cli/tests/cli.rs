@@ -55,6 +55,23 @@ fn doctor_says_what_is_missing_and_exits_with_1() {
 }
 
 #[test]
+fn doctor_tries_how_much_can_be_saved_when_the_server_stops() {
+    let directory = tempfile::tempdir().unwrap();
+    for (volume, status, says) in
+        [(directory.path().to_owned(), "ok", "MiB of changed memory"), (directory.path().join("none"), "missing", "can't be written")]
+    {
+        let mut doctor = sandboxer();
+        doctor
+            .args(["doctor", "--json", "--runsc", "/nowhere/runsc", "--stop-grace", "10", "--image-dir"])
+            .arg(directory.path().join("images"));
+        let output = doctor.arg("--checkpoint-path").arg(volume).assert().code(1);
+        let report: Value = serde_json::from_slice(&output.get_output().stdout).unwrap();
+        let saving = report["checks"].as_array().unwrap().iter().find(|check| check["name"] == "saving when the server stops").unwrap();
+        assert!(saving["status"] == status && saving["detail"].as_str().unwrap().contains(says), "{saving}");
+    }
+}
+
+#[test]
 fn doctor_finds_the_sandboxes_of_this_machine_usable() {
     let Some(images) = std::env::var_os("SANDBOXER_IMAGE_DIR") else {
         eprintln!("not run: SANDBOXER_IMAGE_DIR is not set (make test sets it)");

@@ -19,6 +19,8 @@ use serde_json::{Value, json};
 use tokio::{sync::watch, time::timeout};
 
 const INSTANCES: usize = 3;
+/// How long a client may think between two visits: with twenty of them the machine should have something else to do than to move them.
+const THINKING_MS: u64 = 5000;
 /// How long one step of a client may take before it takes its instance for dead.
 const STEP: Duration = Duration::from_secs(6);
 /// What everything may take beyond the lease; where only liveness is meant, much longer.
@@ -110,6 +112,15 @@ impl Observer {
     }
 }
 
+/// Ends the watching also when the test fails.
+struct Watching(Arc<Observer>);
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        self.0.done.store(true, Ordering::SeqCst);
+    }
+}
+
 /// A client that counts in a file, saves now and then, and knows what it may expect to find.
 struct User {
     id: String,
@@ -121,6 +132,8 @@ struct User {
     written: u64,
     /// A write whose answer was lost.
     unsure: bool,
+    /// The instance that it was at.
+    at: usize,
     /// A process that runs since the beginning.
     process: String,
     rewinds: usize,
@@ -147,6 +160,7 @@ impl User {
             saved: 0,
             written: 0,
             unsure: false,
+            at: usize::try_from(number).unwrap() % INSTANCES,
             process,
             rewinds: 0,
             checkpoints: 0,
@@ -163,14 +177,15 @@ impl User {
             let ws = self.reach().await;
             // What breaks is tried again by the next round.
             let _ = self.use_it(ws).await;
-            tokio::time::sleep(Duration::from_millis(self.random.random_range(0..1000))).await;
+            tokio::time::sleep(Duration::from_millis(self.random.random_range(0..THINKING_MS))).await;
         }
     }
 
     /// Attaches at any instance that answers. What counts is the time for which one that lives was asked and nothing new went wrong.
     async fn reach(&mut self) -> Ws {
         let mut asked = Instant::now();
-        let mut at = self.random.random_range(0..INSTANCES);
+        // Most come back to where they were.
+        let mut at = if self.random.random_range(0..4) == 0 { self.random.random_range(0..INSTANCES) } else { self.at };
         loop {
             let attached = match self.addresses.get(at) {
                 Some(address) => self.attach(address).await,
@@ -180,6 +195,7 @@ impl User {
             match attached {
                 Ok(ws) => {
                     self.longest = self.longest.max(took);
+                    self.at = at;
                     return ws;
                 }
                 Err(Broken::NotNow) => assert!(took < bound(), "{} was not reachable within {:?}", self.id, bound()),
@@ -372,6 +388,7 @@ async fn instances_that_die_and_stand_still_never_serve_a_sandbox_twice_nor_lose
         samples: AtomicUsize::new(0),
         done: AtomicBool::new(false),
     });
+    let watched = Watching(Arc::clone(&observer));
     let watching: Vec<_> = (0..INSTANCES).map(|number| observer.watch(number)).collect();
     let (over, until) = watch::channel(false);
     let faults = std::env::var("SANDBOXER_FAULTS").ok().and_then(|text| text.parse().ok()).unwrap_or_else(|| count(10, 300));
@@ -388,7 +405,7 @@ async fn instances_that_die_and_stand_still_never_serve_a_sandbox_twice_nor_lose
         assert!(user.use_it(ws).await.is_ok(), "{} is well again", user.id);
     }))
     .await;
-    observer.done.store(true, Ordering::SeqCst);
+    drop(watched);
     for watching in watching {
         watching.await.expect("the observer has seen nothing wrong");
     }
