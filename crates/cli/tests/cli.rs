@@ -78,10 +78,11 @@ fn doctor_finds_the_sandboxes_of_this_machine_usable() {
         return;
     };
     let mut doctor = sandboxer();
+    doctor.args(["doctor", "--image-dir"]).arg(images);
     if let Some(runsc) = std::env::var_os("SANDBOXER_RUNSC") {
         doctor.arg("--runsc").arg(runsc);
     }
-    let output = doctor.args(["doctor", "--image-dir"]).arg(images).assert().success();
+    let output = doctor.assert().success();
     let text = String::from_utf8_lossy(&output.get_output().stdout).into_owned();
     assert!(text.contains("a sandbox (platform systrap): started in") && text.contains("Sandboxes can run here."), "{text}");
 }
