@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::{Assembly, Server, Ws};
+use crate::{Assembly, Server, Ws, ws::LONG};
 
 impl Ws {
     /// A sandbox that is kept on its server's volume.

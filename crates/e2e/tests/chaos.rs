@@ -343,7 +343,7 @@ async fn hurt(mut servers: Vec<Server>, addresses: Addresses, faults: usize) -> 
             if kind == 1 {
                 servers[at].kill9()
             } else {
-                servers[at].burn()
+                servers[at].burn_down()
             }
             tokio::time::sleep(pause).await;
             let mut server = servers.swap_remove(at);

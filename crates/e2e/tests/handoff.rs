@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sandboxer_e2e::{Talk, Volume, Ws, count, eventually};
 use serde_json::json;
@@ -14,7 +14,9 @@ async fn a_client_that_goes_from_instance_to_instance_misses_and_repeats_nothing
     let mut ws = Ws::create_kept(&servers[0]).await;
     let id = ws.sandbox_id.clone();
     let mut talk = Talk::begin(&mut ws).await;
-    for bounce in 1..=count(15, 200) {
+    let bounces = count(15, 200);
+    let mut took = Vec::new();
+    for bounce in 1..=bounces {
         talk.go_on(&mut ws, 100).await;
         // Every other time without a word.
         if bounce % 2 == 0 {
@@ -22,12 +24,22 @@ async fn a_client_that_goes_from_instance_to_instance_misses_and_repeats_nothing
         } else {
             ws.close().await
         }
+        let begun = Instant::now();
         let (next, running) = Ws::reach(&servers[bounce % servers.len()], &id).await;
+        took.push(begun.elapsed());
         assert!(running.get("rewound").is_none(), "{running}");
         ws = next;
         talk.resume(&mut ws).await;
     }
     talk.finish(&mut ws).await;
+    took.sort();
+    let at = |percent: usize| took[(took.len() - 1) * percent / 100].as_millis();
+    println!(
+        "{bounces} handoffs of a running program, each from the attach to SANDBOX_RUNNING: median {} ms, 90 % {} ms, longest {} ms",
+        at(50),
+        at(90),
+        at(100)
+    );
 }
 
 #[tokio::test]

@@ -66,7 +66,7 @@ for n in range(10**9): print(n, flush=True); time.sleep(0.02)
 
     for (number, id) in ids.iter().enumerate() {
         assert!(volume.record(id)["owner"].is_null(), "it is given up");
-        let (mut ws, running) = Ws::arrive(&b, id).await;
+        let (mut ws, running) = Ws::reach(&b, id).await;
         assert!(running.get("rewound").is_none(), "{running}");
         if number == last {
             ws.send(json!({"action": "reconnect", "execution_id": "e", "stdout_offset": numbers.bytes.len()})).await;
@@ -102,7 +102,7 @@ async fn what_does_not_fit_into_the_grace_period_is_there_at_the_next_start() {
     assert!(a.log().contains("not everything could be saved in time"), "{}", a.log());
     a.restart();
     for (number, (ws, pid)) in clients.into_iter().enumerate() {
-        let (mut ws, running) = Ws::arrive(&a, &ws.sandbox_id).await;
+        let (mut ws, running) = Ws::reach(&a, &ws.sandbox_id).await;
         assert!(running.get("rewound").is_none(), "{running}");
         assert_eq!(ws.bash(&format!("cat f; kill -0 {pid} && echo runs")).await.ok(), format!("{number}\nruns\n"));
     }

@@ -55,7 +55,7 @@ async fn an_instance_that_was_stopped_for_too_long_ends_what_another_has_taken_o
     let mut old = Ws::attach(&a, &id).await;
     let _ = old.bash("echo unsaved > f").await.ok();
     a.halt();
-    let (mut ws, running) = Ws::arrive(&b, &id).await;
+    let (mut ws, running) = Ws::reach(&b, &id).await;
     assert_eq!((&running["rewound"], &running["generation"]), (&json!(true), &json!(2)), "{running}");
     let kept = volume.contents();
     a.go_on();
@@ -76,7 +76,7 @@ async fn a_server_that_comes_back_ends_what_is_no_longer_its_own() {
     let id = volume.saved_sandbox(&a, "saved").await;
     a.kill9();
     assert!(runs(&a, &id), "a sandbox outlives its server");
-    let (mut ws, running) = Ws::arrive(&b, &id).await;
+    let (mut ws, running) = Ws::reach(&b, &id).await;
     assert_eq!(running["rewound"], true, "{running}");
     let kept = volume.contents();
     a.restart();

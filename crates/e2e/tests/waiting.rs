@@ -107,7 +107,7 @@ async fn an_owner_that_cannot_save_keeps_the_sandbox_and_says_why() {
 
     fs::remove_file(&captures).unwrap();
     fs::create_dir(&captures).unwrap();
-    let (mut ws, running) = Ws::arrive(&b, &id).await;
+    let (mut ws, running) = Ws::reach(&b, &id).await;
     assert!(running.get("rewound").is_none(), "{running}");
     ws.send(json!({"action": "reconnect", "execution_id": "e"})).await;
     assert_eq!(ws.next().await["running"], true);
@@ -166,7 +166,7 @@ async fn a_client_that_is_only_said_to_be_attached_keeps_nothing() {
     ws.send(json!({"language": "bash", "code": "echo kept > f; yes | head -c 100000"})).await;
     eventually("nothing passes any more", DEADLINE, || network.happened() == 1).await;
     // Neither side has heard of it.
-    let (mut next, running) = Ws::arrive(&b, &id).await;
+    let (mut next, running) = Ws::reach(&b, &id).await;
     assert!(running.get("rewound").is_none(), "{running}");
     assert_eq!(next.bash("cat f").await.ok(), "kept\n");
     drop(ws);
