@@ -115,15 +115,21 @@ async fn an_owner_that_cannot_save_keeps_the_sandbox_and_says_why() {
     assert!(ws.until_done().await.out().ends_with("heard three\n"));
 }
 
-/// What a client of an attach is told in the end.
-async fn verdict(ws: &mut Ws) -> Value {
-    loop {
-        match ws.incoming_within(LONG).await {
+/// What two clients are told in the end. Both are read from until both know, since only who answers is attached.
+async fn verdicts(first: &mut Ws, second: &mut Ws) -> [Value; 2] {
+    let mut told = [Value::Null, Value::Null];
+    while told.iter().any(Value::is_null) {
+        let (at, incoming) = tokio::select! {
+            incoming = first.incoming_within(LONG), if told[0].is_null() || told[0] == "SANDBOX_RUNNING" => (0, incoming),
+            incoming = second.incoming_within(LONG), if told[1].is_null() || told[1] == "SANDBOX_RUNNING" => (1, incoming),
+        };
+        match incoming {
             Some(Incoming::Message(message)) if message["status"] == "SANDBOX_RESTORING" => {}
-            Some(Incoming::Message(message)) => return message["status"].clone(),
-            other => panic!("{other:?}"),
+            Some(Incoming::Message(message)) if told[at].is_null() => told[at] = message["status"].clone(),
+            other => panic!("{at}: {other:?}, {told:?}"),
         }
     }
+    told
 }
 
 #[tokio::test]
@@ -144,7 +150,7 @@ time.sleep(10000)
     let mut at_b = Ws::open(&b, &format!("/attach/{id}")).await;
     eventually("the owner is asked", DEADLINE, || a.log().contains("another instance asks for the sandbox")).await;
     let mut at_a = Ws::open(&a, &format!("/attach/{id}")).await;
-    let told = [verdict(&mut at_b).await, verdict(&mut at_a).await];
+    let told = verdicts(&mut at_b, &mut at_a).await;
     let got: Vec<bool> = told.iter().map(|status| status == "SANDBOX_RUNNING").collect();
     assert_eq!(got.iter().filter(|got| **got).count(), 1, "{told:?}");
     for (status, got) in told.iter().zip(&got) {
