@@ -151,14 +151,14 @@ async fn kills_at_random_moments_of_saves_lose_and_repeat_nothing() {
     let id = ws.sandbox_id.clone();
     let mut talk = Talk::begin(&mut ws).await;
     // How long a save takes when the image is on the volume.
-    let mut longest = Duration::ZERO;
+    let mut span = Duration::ZERO;
     for _ in 0..2 {
         talk.go_on(&mut ws, 100).await;
         let began = Instant::now();
         for message in ws.checkpoint_with_execution().await {
             talk.take(&message);
         }
-        longest = began.elapsed();
+        span = began.elapsed();
         (ws, _) = Ws::restore(&server, &id).await;
         talk.resume(&mut ws).await;
     }
@@ -166,9 +166,7 @@ async fn kills_at_random_moments_of_saves_lose_and_repeat_nothing() {
     for kill in 1..=kills {
         talk.go_on(&mut ws, 100).await;
         let before = volume.record_now(&id)["latest"].clone();
-        let began = Instant::now();
-        // Mostly within the save.
-        let moment = rng.random_range(Duration::ZERO..longest * 3 / 2);
+        let moment = rng.random_range(Duration::ZERO..span);
         // Some saves are asked for, some are made because the client goes.
         if kill % 3 == 0 {
             ws.vanish();
@@ -180,9 +178,9 @@ async fn kills_at_random_moments_of_saves_lose_and_repeat_nothing() {
                     talk.take(&message);
                 }
             };
-            if tokio::time::timeout(moment, saved).await.is_ok() {
-                longest = began.elapsed();
-            }
+            // A third of the kills come behind the save, however fast the machine is at the moment.
+            let finished = tokio::time::timeout(moment, saved).await.is_ok();
+            span = if finished { span * 9 / 10 } else { (span * 21 / 20).min(DEADLINE / 4) };
         }
         server.kill9();
         counted += usize::from(volume.record_now(&id)["latest"] != before);
@@ -196,8 +194,8 @@ async fn kills_at_random_moments_of_saves_lose_and_repeat_nothing() {
         }
     }
     talk.finish(&mut ws).await;
-    println!("{kills} kills, {counted} of them behind a save that counted; saves took {longest:?}");
-    assert!(!soak() || (20..180).contains(&counted), "they came too early or too late: {counted}");
+    println!("{kills} kills, {counted} of them behind a save that counted; within {span:?} in the end");
+    assert!(!soak() || (counted > 0 && counted < kills), "all of them came too early, or all too late: {counted}");
     ws.checkpoint().await;
     volume.verify();
     eventually("nothing is left of it", DEADLINE, || server.sandbox_processes().is_empty()).await;
