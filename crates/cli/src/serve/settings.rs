@@ -9,8 +9,9 @@ use std::{
 };
 
 use clap::ValueEnum;
+use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
-use sandboxer_server::{Access, ApiKey, KeyLimits, Limits, Settings, Tls};
+use sandboxer_server::{Access, ApiKey, KeyLimits, Limits, Settings, Tls, WorkspaceSettings};
 
 const DEFAULT_PORT: u16 = 8080;
 
@@ -95,6 +96,9 @@ pub(crate) struct Args {
     /// What is kept of checkpoints on this machine's own disk, below --data-dir
     #[arg(long, env = "SANDBOXER_CACHE_MB", default_value_t = 4096, value_name = "MIB")]
     cache_mb: u64,
+    /// Directory of hosts.toml, extensions.toml and profiles/, for sandboxes of other kinds [default: $XDG_CONFIG_HOME/sandboxer, or ~/.config/sandboxer]
+    #[arg(long, env = "SANDBOXER_CONFIG_DIR", value_name = "DIR")]
+    config_dir: Option<PathBuf>,
     /// What is logged: error, warn, info, debug, trace, or by module
     #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
     pub(super) log: String,
@@ -172,7 +176,9 @@ impl Args {
         if !faults.0.is_empty() {
             return Err(faults.0);
         }
+        let workspaces = self.workspaces(&data_dir).map_err(|fault| vec![fault])?;
         let mut settings = Settings::new(listen, data_dir);
+        settings.workspaces = Some(workspaces);
         settings.metrics_listen = metrics_listen.flatten();
         settings.max_sandboxes = self.max_sandboxes;
         settings.idle_timeout = idle_timeout.flatten();
@@ -190,6 +196,18 @@ impl Args {
         let cache_bytes = self.cache_mb.saturating_mul(1024 * 1024);
         let checkpoints = checkpoint_path.flatten().map(|path| (path, self.volume_key_file.clone(), cache_bytes));
         Ok(Checked { settings, checkpoints, image_dir, runsc })
+    }
+
+    /// Sandboxes of other kinds: what may be made, and where it is kept. A data directory that was asked for has files of its own.
+    fn workspaces(&self, data_dir: &Path) -> Result<WorkspaceSettings, String> {
+        let config_dir = self.config_dir.clone().or_else(|| xdg("XDG_CONFIG_HOME", ".config"));
+        let config = Config::load(config_dir.as_deref(), &data_dir.join("extensions"));
+        let config = config.map_err(|faults| format!("--config-dir: {}: {faults}", config_dir.unwrap_or_default().display()))?;
+        let dir = match &self.data_dir {
+            Some(_) => data_dir.to_owned(),
+            None => xdg("XDG_DATA_HOME", ".local/share").unwrap_or_else(|| data_dir.to_owned()),
+        };
+        Ok(WorkspaceSettings { dir, run_dir: data_dir.to_owned(), config })
     }
 
     /// It has to be there and to be written to, all the same who started the server and where.
@@ -259,9 +277,14 @@ impl Args {
 }
 
 fn default_data_dir() -> Option<PathBuf> {
+    xdg("XDG_STATE_HOME", ".local/state")
+}
+
+/// This program's directory of a kind.
+fn xdg(variable: &str, below_home: &str) -> Option<PathBuf> {
     let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let state = absolute("XDG_STATE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".local/state")))?;
-    Some(state.join("sandboxer"))
+    let base = absolute(variable).or_else(|| absolute("HOME").map(|home| home.join(below_home)))?;
+    Some(base.join("sandboxer"))
 }
 
 /// runsc puts sockets below this directory, and the path of a socket is short.

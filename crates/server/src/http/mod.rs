@@ -3,6 +3,7 @@
 mod access;
 mod opening;
 mod socket;
+mod v1;
 
 use std::sync::Arc;
 
@@ -18,15 +19,14 @@ use serde_json::json;
 
 pub use access::{Access, ApiKey, InvalidKeys};
 
-use crate::{images::BaseImage, manager::Manager};
+use crate::{images::BaseImage, manager::Manager, workspaces::Workspaces};
 
-pub(crate) fn router(manager: Arc<Manager>) -> Router {
+pub(crate) fn router(manager: Arc<Manager>, workspaces: Arc<Workspaces>) -> Router {
     Router::new()
         .route("/create", any(opening::create))
         .route("/attach/{sandbox_id}", any(opening::attach))
         .route("/metrics", get(metrics))
-        .route("/v1", any(not_offered))
-        .route("/v1/{*rest}", any(not_offered))
+        .merge(v1::router(v1::Api::new(Arc::clone(&manager), workspaces)))
         .layer(middleware::from_fn_with_state(Arc::clone(&manager), access::check))
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readiness))
@@ -57,10 +57,6 @@ async fn readiness(State(manager): State<Arc<Manager>>) -> Response {
 async fn metrics(State(manager): State<Arc<Manager>>) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, kind)], manager.metrics.text()).into_response()
-}
-
-async fn not_offered() -> Response {
-    error(StatusCode::NOT_IMPLEMENTED, "not_implemented", "This server does not offer the resource API. Use the WebSocket endpoints.")
 }
 
 fn error(status: StatusCode, code: &str, message: &str) -> Response {
