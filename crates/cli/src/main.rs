@@ -4,10 +4,12 @@
 //! one thread. Each verb that needs a runtime makes its own.
 
 mod doctor;
+mod extension;
 mod image;
 mod run;
 mod serve;
 mod store;
+mod workspaces;
 
 use std::process::ExitCode;
 
@@ -30,6 +32,24 @@ enum Command {
     Serve(Box<serve::Args>),
     /// Run a program in a throwaway sandbox and pass on its output and its exit code
     Run(run::RunArgs),
+    /// Make a sandbox of any kind, and print its id
+    Create(workspaces::CreateArgs),
+    /// List the sandboxes of a server
+    Ls(workspaces::ListArgs),
+    /// Show a sandbox
+    Get(workspaces::OneArgs),
+    /// Remove a sandbox
+    Rm(workspaces::RemoveArgs),
+    /// Save the state of a sandbox, which goes on, and print the snapshot's id
+    Snapshot(workspaces::OneArgs),
+    /// Make a new sandbox from a snapshot, and print its id
+    Restore(workspaces::RestoreArgs),
+    /// List, show and delete snapshots
+    Snapshots(workspaces::SnapshotsArgs),
+    /// List, show and check profiles: what kinds of sandboxes there are
+    Profiles(workspaces::ProfilesArgs),
+    /// For those who write an extension
+    Extension(extension::Args),
     /// Make, list and remove the images that sandboxes start from
     Image(image::Args),
     /// List and check what is kept on the volume of checkpoints
@@ -50,6 +70,15 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Serve(args) => serve::run(&args),
         Command::Run(args) => run::run(&args),
+        Command::Create(args) => workspaces::create(&args),
+        Command::Ls(args) => workspaces::ls(&args),
+        Command::Get(args) => workspaces::get(&args),
+        Command::Rm(args) => workspaces::rm(&args),
+        Command::Snapshot(args) => workspaces::snapshot(&args),
+        Command::Restore(args) => workspaces::restore(&args),
+        Command::Snapshots(args) => workspaces::snapshots(&args),
+        Command::Profiles(args) => workspaces::profiles(&args),
+        Command::Extension(args) => extension::run(&args),
         Command::Image(args) => image::run(args),
         Command::Store(args) => store::run(&args),
         Command::Doctor(args) => doctor::run(&args),

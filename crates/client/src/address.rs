@@ -29,6 +29,16 @@ impl Address {
         (self.host.trim_start_matches('[').trim_end_matches(']'), self.port)
     }
 
+    /// What a request line asks for.
+    pub(crate) fn path(&self, path: &str) -> String {
+        format!("{}{path}", self.prefix)
+    }
+
+    /// What a `Host` header says.
+    pub(crate) fn authority(&self) -> String {
+        format!("{}:{}", self.host, self.port)
+    }
+
     pub(crate) fn create_url(&self) -> String {
         self.url("create")
     }

@@ -179,6 +179,12 @@ async fn open(
 
 #[cfg(feature = "tls")]
 fn tls() -> Result<Tls, Error> {
+    tls_config().map(tokio_tungstenite::Connector::Rustls)
+}
+
+/// The certificates that this machine trusts.
+#[cfg(feature = "tls")]
+pub(crate) fn tls_config() -> Result<Arc<rustls::ClientConfig>, Error> {
     let mut roots = rustls::RootCertStore::empty();
     let found = rustls_native_certs::load_native_certs();
     let (good, _) = roots.add_parsable_certificates(found.certs);
@@ -193,7 +199,7 @@ fn tls() -> Result<Tls, Error> {
         .map_err(|error| Error::invalid(format!("TLS: {error}")))?
         .with_root_certificates(roots)
         .with_no_client_auth();
-    Ok(tokio_tungstenite::Connector::Rustls(Arc::new(config)))
+    Ok(Arc::new(config))
 }
 
 #[cfg(not(feature = "tls"))]

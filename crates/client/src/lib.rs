@@ -29,6 +29,7 @@
 #![warn(missing_docs)]
 
 mod address;
+mod api;
 #[cfg(feature = "blocking")]
 pub mod blocking;
 mod connect;
@@ -48,6 +49,7 @@ pub use sandboxer_protocol::{ExecutionId, SandboxId, agent::Stream as OutputStre
 
 pub use self::{
     address::Address,
+    api::{Answer, Api},
     error::{Ended, Error},
     execution::{Execution, Exit},
     options::{Connection, Options},

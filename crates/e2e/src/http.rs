@@ -47,8 +47,21 @@ pub const UPGRADE: [(&str, &str); 4] = [
 /// # Errors
 /// The server does not answer.
 pub fn request(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)]) -> io::Result<Answer> {
+    exchange(address, method, path, headers, "", Duration::from_secs(10))
+}
+
+/// The same with a body of JSON, and for work that may take minutes.
+///
+/// # Errors
+/// The server does not answer.
+pub fn json(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)], body: &Value) -> io::Result<Answer> {
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    exchange(address, method, path, headers, &body, Duration::from_secs(300))
+}
+
+fn exchange(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)], body: &str, within: Duration) -> io::Result<Answer> {
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
-    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    stream.set_read_timeout(Some(within))?;
     let mut text = format!("{method} {path} HTTP/1.1\r\n");
     if !headers.iter().any(|(name, _)| name.eq_ignore_ascii_case("host")) {
         text += &format!("Host: {address}\r\n");
@@ -59,10 +72,10 @@ pub fn request(address: SocketAddr, method: &str, path: &str, headers: &[(&str, 
     for (name, value) in headers {
         text += &format!("{name}: {value}\r\n");
     }
-    if method == "POST" {
-        text += "Content-Length: 0\r\n";
+    if method == "POST" || !body.is_empty() {
+        text += &format!("Content-Length: {}\r\n", body.len());
     }
-    stream.write_all((text + "\r\n").as_bytes())?;
+    stream.write_all((text + "\r\n" + body).as_bytes())?;
     let mut bytes = Vec::new();
     let end = loop {
         if let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") {

@@ -172,15 +172,7 @@ impl Running {
     fn start(options: &Options, home: &Path, data: &Path, log: &Path) -> Self {
         let file = File::options().create(true).append(true).open(log).unwrap();
         let mut child = options.command(home, data).stdout(Stdio::piped()).stderr(file).process_group(0).spawn().unwrap();
-        let watchdog = Command::new("sh")
-            .args(["-c", WATCHDOG, "watchdog", &child.id().to_string()])
-            .arg(home)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .process_group(0)
-            .spawn()
-            .unwrap();
+        let watchdog = watchdog(child.id(), home);
         let lines = lines_of(child.stdout.take().unwrap());
         let address = match lines.recv_timeout(READY_DEADLINE) {
             Ok(line) => line
@@ -207,6 +199,13 @@ impl Running {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// Ends a process that names `home` and everything else that does, and removes `home`, should this process die first.
+pub(crate) fn watchdog(pid: u32, home: &Path) -> Child {
+    let mut command = Command::new("sh");
+    command.args(["-c", WATCHDOG, "watchdog", &pid.to_string()]).arg(home);
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0).spawn().unwrap()
 }
 
 /// The lines of a child's output; read to the end on a thread, so that the child never blocks on it.

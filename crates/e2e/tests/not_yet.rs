@@ -106,15 +106,13 @@ async fn a_filesystem_snapshot_that_is_not_configured_fails_and_the_connection_s
 }
 
 #[test]
-fn the_resource_api_says_that_it_is_not_there() {
+fn what_is_missing_of_the_resource_api_says_so() {
     let address = shared().address();
     for (method, path) in [
-        ("GET", "/v1/sandboxes"),
-        ("POST", "/v1/sandboxes"),
-        ("GET", "/v1/sandboxes/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11"),
-        ("DELETE", "/v1/sandboxes/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11"),
-        ("GET", "/v1/snapshots?limit=5"),
-        ("POST", "/v1/snapshots/x/restore"),
+        ("GET", "/v1"),
+        ("POST", "/v1/sandboxes/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11/checkpoint"),
+        ("GET", "/v1/sandboxes/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11/checkpoints"),
+        ("GET", "/v1/filesystem-snapshots"),
         ("GET", "/v1/openapi.json"),
     ] {
         let answer = http::request(address, method, path, &[]).unwrap();

@@ -20,6 +20,7 @@ mod server;
 mod settings;
 mod tenants;
 mod tls;
+mod workspaces;
 
 pub use checkpoints::{CheckpointSettings, Facts};
 pub use http::{Access, ApiKey, InvalidKeys};
@@ -29,3 +30,4 @@ pub use sandboxer_store::lease::Terms;
 pub use server::{Server, StopHow};
 pub use settings::{KeyLimits, Settings};
 pub use tls::{InvalidTls, Tls};
+pub use workspaces::WorkspaceSettings;

@@ -19,7 +19,14 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{debug, warn};
 
-use crate::{http, images::Images, manager::Manager, sandbox::driver::Stop, settings::Settings};
+use crate::{
+    http,
+    images::Images,
+    manager::Manager,
+    sandbox::driver::Stop,
+    settings::Settings,
+    workspaces::{WorkspaceSettings, Workspaces},
+};
 
 /// How long a TLS handshake may take.
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
@@ -49,6 +56,7 @@ pub enum StopHow {
 
 pub struct Server {
     manager: Arc<Manager>,
+    workspaces: Arc<Workspaces>,
     listener: TcpListener,
     /// Where `/metrics` is served without a key.
     metrics: Option<TcpListener>,
@@ -67,9 +75,14 @@ impl Server {
             Some(address) => Some(bind(address).await?),
             None => None,
         };
+        let workspaces = match settings.workspaces.clone() {
+            Some(workspaces) => workspaces,
+            None => WorkspaceSettings::unconfigured(&settings.data_dir)?,
+        };
+        let workspaces = Workspaces::open(workspaces, settings.key_limits.sandboxes).await?;
         let manager = Manager::open(settings, runtime, images, host)?;
         manager.take_up_all().await;
-        Ok(Self { manager, listener, metrics, connections: TaskTracker::new(), closing: CancellationToken::new() })
+        Ok(Self { manager, workspaces, listener, metrics, connections: TaskTracker::new(), closing: CancellationToken::new() })
     }
 
     /// # Errors
@@ -89,7 +102,8 @@ impl Server {
     /// Serves until `stop` says how to end, then ends. Whoever comes meanwhile is told so.
     pub async fn serve(self, stop: impl Future<Output = StopHow>) {
         let tls = self.manager.settings().tls.clone().map(|tls| TlsAcceptor::from(tls.0));
-        let serving = self.accept(&self.listener, http::router(Arc::clone(&self.manager)), tls, MAX_CONNECTIONS);
+        let serving =
+            self.accept(&self.listener, http::router(Arc::clone(&self.manager), Arc::clone(&self.workspaces)), tls, MAX_CONNECTIONS);
         let measured = async {
             match &self.metrics {
                 Some(listener) => {
@@ -104,7 +118,8 @@ impl Server {
                 StopHow::Drain => Stop::Drain,
                 StopHow::Restart => Stop::Restart,
             };
-            self.manager.stop(stop).await;
+            let grace = self.manager.settings().stop_grace;
+            tokio::join!(self.manager.stop(stop), self.workspaces.stop(grace));
             self.manager.sockets.close();
             // An upgraded connection is served by a task of its own.
             if timeout(CONNECTIONS_GRACE, self.manager.sockets.wait()).await.is_err() {

@@ -9,8 +9,9 @@ use std::{
 };
 
 use clap::ValueEnum;
+use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
-use sandboxer_server::{Access, ApiKey, CheckpointSettings, Facts, KeyLimits, Limits, Settings, Terms, Tls};
+use sandboxer_server::{Access, ApiKey, CheckpointSettings, Facts, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings};
 
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
@@ -102,6 +103,9 @@ pub(crate) struct Args {
     /// volume need the same
     #[arg(long, env = "SANDBOXER_LEASE", default_value_t = 15.0, value_name = "SECONDS")]
     lease: f64,
+    /// Directory of hosts.toml, extensions.toml and profiles/, for sandboxes of other kinds [default: $XDG_CONFIG_HOME/sandboxer, or ~/.config/sandboxer]
+    #[arg(long, env = "SANDBOXER_CONFIG_DIR", value_name = "DIR")]
+    config_dir: Option<PathBuf>,
     /// What is logged: error, warn, info, debug, trace, or by module
     #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
     pub(super) log: String,
@@ -179,7 +183,9 @@ impl Args {
         if !faults.0.is_empty() {
             return Err(faults.0);
         }
+        let workspaces = self.workspaces(&data_dir).map_err(|fault| vec![fault])?;
         let mut settings = Settings::new(listen, data_dir);
+        settings.workspaces = Some(workspaces);
         settings.metrics_listen = metrics_listen.flatten();
         settings.max_sandboxes = self.max_sandboxes;
         settings.idle_timeout = idle_timeout.flatten();
@@ -202,6 +208,18 @@ impl Args {
             facts: Facts::default(),
         });
         Ok(Checked { settings, image_dir, runsc })
+    }
+
+    /// Sandboxes of other kinds: what may be made, and where it is kept. A data directory that was asked for has files of its own.
+    fn workspaces(&self, data_dir: &Path) -> Result<WorkspaceSettings, String> {
+        let config_dir = self.config_dir.clone().or_else(|| xdg("XDG_CONFIG_HOME", ".config"));
+        let config = Config::load(config_dir.as_deref(), &data_dir.join("extensions"));
+        let config = config.map_err(|faults| format!("--config-dir: {}: {faults}", config_dir.unwrap_or_default().display()))?;
+        let dir = match &self.data_dir {
+            Some(_) => data_dir.to_owned(),
+            None => xdg("XDG_DATA_HOME", ".local/share").unwrap_or_else(|| data_dir.to_owned()),
+        };
+        Ok(WorkspaceSettings { dir, run_dir: data_dir.to_owned(), config })
     }
 
     /// It has to be there and to be written to, all the same who started the server and where.
@@ -271,9 +289,14 @@ impl Args {
 }
 
 fn default_data_dir() -> Option<PathBuf> {
+    xdg("XDG_STATE_HOME", ".local/state")
+}
+
+/// This program's directory of a kind.
+fn xdg(variable: &str, below_home: &str) -> Option<PathBuf> {
     let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let state = absolute("XDG_STATE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".local/state")))?;
-    Some(state.join("sandboxer"))
+    let base = absolute(variable).or_else(|| absolute("HOME").map(|home| home.join(below_home)))?;
+    Some(base.join("sandboxer"))
 }
 
 /// runsc puts sockets below this directory, and the path of a socket is short.

@@ -3,6 +3,7 @@
 mod access;
 mod opening;
 mod socket;
+mod v1;
 
 use std::sync::Arc;
 
@@ -19,16 +20,15 @@ use serde_json::json;
 pub use access::{Access, ApiKey, InvalidKeys};
 
 use self::access::Owner;
-use crate::{images::BaseImage, manager::Manager};
+use crate::{images::BaseImage, manager::Manager, workspaces::Workspaces};
 
-pub(crate) fn router(manager: Arc<Manager>) -> Router {
+pub(crate) fn router(manager: Arc<Manager>, workspaces: Arc<Workspaces>) -> Router {
     Router::new()
         .route("/create", any(opening::create))
         .route("/attach/{sandbox_id}", any(opening::attach))
         .route("/metrics", get(metrics))
         .route("/v1/instance", get(instance))
-        .route("/v1", any(not_offered))
-        .route("/v1/{*rest}", any(not_offered))
+        .merge(v1::router(v1::Api::new(Arc::clone(&manager), workspaces)))
         .layer(middleware::from_fn_with_state(Arc::clone(&manager), access::check))
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readiness))
@@ -64,10 +64,6 @@ async fn metrics(State(manager): State<Arc<Manager>>) -> Response {
 /// What this instance serves, so that somebody outside can see that no other does.
 async fn instance(State(manager): State<Arc<Manager>>, Extension(Owner(owner)): Extension<Owner>) -> Response {
     Json(manager.view(owner.as_deref())).into_response()
-}
-
-async fn not_offered() -> Response {
-    error(StatusCode::NOT_IMPLEMENTED, "not_implemented", "This server does not offer the resource API. Use the WebSocket endpoints.")
 }
 
 fn error(status: StatusCode, code: &str, message: &str) -> Response {

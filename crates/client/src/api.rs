@@ -1,0 +1,152 @@
+//! The resource API of a server: plain HTTP, one connection a request.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::{
+    Method, Request, StatusCode,
+    client::conn::http1,
+    header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue},
+};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    time::timeout,
+};
+
+use crate::{Address, Connection, Error};
+
+/// The largest answer.
+const MAX_ANSWER_BYTES: usize = 64 * 1024 * 1024;
+/// How long an answer may take: the server works until what was asked for is done.
+const ANSWER_WITHIN: Duration = Duration::from_secs(2 * 3600);
+
+/// What a server answered.
+#[derive(Debug, Clone)]
+pub struct Answer {
+    /// As HTTP means it.
+    pub status: u16,
+    /// The object, or null where there is none.
+    pub body: Value,
+}
+
+/// The resource API of one server.
+#[derive(Debug, Clone)]
+pub struct Api {
+    address: Address,
+    authorization: Option<HeaderValue>,
+    connect_timeout: Duration,
+}
+
+impl Api {
+    /// # Errors
+    /// The address is none, or the key can't be a header.
+    pub fn new(address: &str, connection: &Connection) -> Result<Self, Error> {
+        let key = |key: &String| {
+            let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
+                .map_err(|_| Error::invalid("The API key has characters that a key can't have."))?;
+            value.set_sensitive(true);
+            Ok(value)
+        };
+        let authorization = connection.api_key.as_ref().map(key).transpose()?;
+        Ok(Self { address: address.parse()?, authorization, connect_timeout: connection.connect_timeout })
+    }
+
+    /// Asks for something below `/v1`, such as `GET /v1/snapshots`. What the server refuses is an answer too: look at its status.
+    ///
+    /// # Errors
+    /// The server can't be reached, or does not answer in JSON.
+    pub async fn request(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer, Error> {
+        let cut = |why: String| Error::Unavailable { message: why };
+        let (host, port) = self.address.socket();
+        let connecting = timeout(self.connect_timeout, TcpStream::connect((host, port))).await;
+        let tcp = match connecting {
+            Ok(Ok(tcp)) => tcp,
+            Ok(Err(error)) => return Err(cut(format!("connecting to {}: {error}", self.address))),
+            Err(_) => return Err(cut(format!("{} did not answer within {:?}", self.address, self.connect_timeout))),
+        };
+        let request = self.build(method, path, body)?;
+        let asked = async {
+            if self.address.is_secure() {
+                let stream = tls(host, tcp).await.map_err(|why| cut(format!("{}: {why}", self.address)))?;
+                self.ask(stream, request).await
+            } else {
+                self.ask(tcp, request).await
+            }
+        };
+        timeout(ANSWER_WITHIN, asked).await.unwrap_or_else(|_| Err(cut(format!("{} did not answer in time", self.address))))
+    }
+
+    fn build(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Request<Full<Bytes>>, Error> {
+        let method = Method::from_bytes(method.as_bytes()).map_err(|_| Error::invalid(format!("{method:?} is no method of HTTP.")))?;
+        let mut request = Request::builder().method(method).uri(self.address.path(path)).header(HOST, self.address.authority());
+        if let Some(value) = &self.authorization {
+            request = request.header(AUTHORIZATION, value.clone());
+        }
+        let bytes = match body {
+            Some(body) => {
+                request = request.header(CONTENT_TYPE, "application/json");
+                Bytes::from(body.to_string())
+            }
+            None => Bytes::new(),
+        };
+        request.body(Full::new(bytes)).map_err(|error| Error::invalid(format!("{path:?} can't be asked for: {error}")))
+    }
+
+    async fn ask<S>(&self, stream: S, request: Request<Full<Bytes>>) -> Result<Answer, Error>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let cut = |error: String| Error::Unavailable { message: format!("{}: {error}", self.address) };
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|error| cut(error.to_string()))?;
+        // It ends with the request, whose error says all there is to say.
+        tokio::spawn(async move { connection.await.ok() });
+        let response = sender.send_request(request).await.map_err(|error| cut(error.to_string()))?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(|error| cut(error.to_string()))?.to_bytes();
+        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+            let message = format!("{} answered {status}: {}", self.address, message(&body));
+            return Err(Error::Denied { message });
+        }
+        let body = if body.is_empty() {
+            Value::Null
+        } else {
+            serde_json::from_slice(&body).map_err(|_| cut(format!("it answered {status}, and not in JSON; is this a sandboxer server?")))?
+        };
+        Ok(Answer { status: status.as_u16(), body })
+    }
+}
+
+impl Answer {
+    /// The object.
+    ///
+    /// # Errors
+    /// What the server said instead.
+    pub fn ok(self) -> Result<Value, String> {
+        if (200..300).contains(&self.status) {
+            return Ok(self.body);
+        }
+        let message = self.body["error"]["message"].as_str().unwrap_or("the server did not say why");
+        Err(format!("{message} ({})", self.status))
+    }
+}
+
+fn message(body: &[u8]) -> String {
+    let body: Value = serde_json::from_slice(body).unwrap_or_default();
+    body["error"]["message"].as_str().unwrap_or("it did not say why").to_owned()
+}
+
+#[cfg(feature = "tls")]
+async fn tls(host: &str, tcp: TcpStream) -> Result<impl AsyncRead + AsyncWrite + Unpin + Send + 'static, String> {
+    let name = rustls::pki_types::ServerName::try_from(host.to_owned()).map_err(|error| error.to_string())?;
+    let config = crate::connect::tls_config().map_err(|error| error.to_string())?;
+    tokio_rustls::TlsConnector::from(config).connect(name, tcp).await.map_err(|error| error.to_string())
+}
+
+#[cfg(not(feature = "tls"))]
+async fn tls(_host: &str, _tcp: TcpStream) -> Result<TcpStream, String> {
+    Err("this client was built without TLS".to_owned())
+}

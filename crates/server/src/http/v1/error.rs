@@ -1,0 +1,85 @@
+//! Errors as HTTP means them.
+
+use axum::{
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+use sandboxer_extensions::{ExtensionError, Kind};
+use sandboxer_protocol::client::ErrorCode;
+
+use crate::manager::CreateError;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ApiError {
+    pub(super) status: StatusCode,
+    pub(super) code: &'static str,
+    pub(super) message: String,
+}
+
+impl ApiError {
+    pub(super) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        Self { status, code, message: message.into() }
+    }
+
+    pub(super) fn bad(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "bad_request", message)
+    }
+
+    pub(super) fn invalid(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_field", message)
+    }
+
+    pub(super) fn not_found(what: &str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "not_found", format!("There is no such {what}."))
+    }
+
+    pub(super) fn not_offered() -> Self {
+        Self::new(StatusCode::NOT_IMPLEMENTED, "not_implemented", "This server does not offer this. Use the WebSocket endpoints.")
+    }
+
+    pub(super) fn method_not_allowed() -> Self {
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "This address does not take this method.")
+    }
+}
+
+impl From<ExtensionError> for ApiError {
+    fn from(error: ExtensionError) -> Self {
+        let status = match error.kind {
+            Kind::Invalid => StatusCode::UNPROCESSABLE_ENTITY,
+            Kind::Conflict => StatusCode::CONFLICT,
+            Kind::NotFound => StatusCode::NOT_FOUND,
+            Kind::Unsupported => StatusCode::NOT_IMPLEMENTED,
+            Kind::TooMany => StatusCode::TOO_MANY_REQUESTS,
+            Kind::Unavailable | Kind::Failed => StatusCode::SERVICE_UNAVAILABLE,
+        };
+        Self::new(status, error.code, error.message)
+    }
+}
+
+impl From<CreateError> for ApiError {
+    fn from(error: CreateError) -> Self {
+        let status = match error.code {
+            ErrorCode::RateLimited => StatusCode::TOO_MANY_REQUESTS,
+            ErrorCode::NoCapacity
+            | ErrorCode::NotReady
+            | ErrorCode::ServerStopping
+            | ErrorCode::ServerRestarting
+            | ErrorCode::RuntimeFailed
+            | ErrorCode::CheckpointFailed
+            | ErrorCode::Internal => StatusCode::SERVICE_UNAVAILABLE,
+            ErrorCode::CheckpointNotConfigured
+            | ErrorCode::SnapshotsNotConfigured
+            | ErrorCode::FilesystemSnapshotsNotConfigured
+            | ErrorCode::NetworkNotAvailable
+            | ErrorCode::LimitNotEnforceable => StatusCode::NOT_IMPLEMENTED,
+            _ => StatusCode::UNPROCESSABLE_ENTITY,
+        };
+        Self::new(status, error.code.as_str(), error.message)
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        super::super::error(self.status, self.code, &self.message)
+    }
+}
