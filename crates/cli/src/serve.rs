@@ -1,5 +1,6 @@
 //! `sandboxer serve`: from the command line to a running server.
 
+mod allocator;
 mod lock;
 mod settings;
 
@@ -38,6 +39,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
     };
     log(args);
+    if let Err(error) = allocator::settle() {
+        warn!(%error, "the server may need more memory than it has to");
+    }
     // Before any thread exists: only then can a process enter a user namespace.
     let privilege = userns::enter_if_needed()?;
     raise_descriptor_limit();

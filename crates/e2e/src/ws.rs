@@ -234,6 +234,12 @@ impl Ws {
         while let Some(Incoming::Message(_)) = self.incoming_within(DEADLINE).await {}
     }
 
+    /// From here on, what was not acknowledged before may be said again: it went back, or was found again.
+    pub fn may_repeat(&mut self) {
+        self.attached = true;
+        self.repeats_allowed = true;
+    }
+
     /// Drops the connection without a word.
     pub fn vanish(self) {
         drop(self);

@@ -34,7 +34,7 @@ struct Counting {
 
 impl Counting {
     async fn start(mut ws: Ws) -> Self {
-        ws.repeats_allowed = true;
+        ws.may_repeat();
         ws.start(json!({"language": "python", "code": COUNTER, "execution_id": "counter"})).await;
         let mut counting = Self { ws, out: Assembly::default(), longest: Vec::new(), input: 0 };
         counting.until(b"ready\n").await;
@@ -143,7 +143,7 @@ async fn a_snapshot_leaves_the_program_running_and_the_sandbox_goes_back_to_it()
     assert_eq!(counting.status().await["status"], "SANDBOX_CHECKPOINTING");
     assert_eq!(counting.status().await["status"], "SANDBOX_CHECKPOINTED");
     let mut ws = Ws::open(&b, &format!("/attach/{id}")).await;
-    ws.repeats_allowed = true;
+    ws.may_repeat();
     ws.expect_status("SANDBOX_RESTORING").await;
     let running = ws.expect_status("SANDBOX_RUNNING").await;
     assert_eq!((&running["generation"], running.get("rewound")), (&json!(3), None), "{running}");
@@ -176,12 +176,13 @@ async fn a_sandbox_that_is_not_kept_on_the_volume_can_be_snapshotted_and_go_back
     ws.expect_status("SANDBOX_RESTORING").await;
     let running = ws.expect_status("SANDBOX_RUNNING").await;
     assert_eq!((&running["rewound"], &running["generation"]), (&json!(true), &json!(1)), "{running}");
+    ws.may_repeat();
     assert_eq!(ws.bash("cat f; cat /run/sandboxer/generation").await.ok(), "old\n1\n");
     // A restart finds the one that took its place.
     server.kill9();
     server.restart();
     let mut ws = Ws::open(&server, &format!("/attach/{id}")).await;
-    ws.repeats_allowed = true;
+    ws.may_repeat();
     assert_eq!(ws.expect_status("SANDBOX_RUNNING").await["generation"], 1);
     assert_eq!(ws.bash("cat f").await.ok(), "old\n");
     ws.send(json!({"action": "kill_sandbox"})).await;
@@ -269,7 +270,7 @@ async fn a_sandbox_that_saves_itself_loses_little_when_everything_burns_down() {
     .await;
     burn_down(&mut a);
     let mut ws = Ws::open(&b, &format!("/attach/{id}")).await;
-    ws.repeats_allowed = true;
+    ws.may_repeat();
     ws.expect_status("SANDBOX_RESTORING").await;
     let running = ws.expect_status("SANDBOX_RUNNING").await;
     assert_eq!((&running["rewound"], &running["execution_id"]), (&json!(true), &json!("counter")), "{running}");

@@ -137,6 +137,6 @@ impl SandboxHost {
 
     async fn thaw_for_rollback(&self) {
         self.resume().await;
-        self.tell(Command::GoOn).await;
+        self.tell(Command::Captured).await;
     }
 }

@@ -95,6 +95,8 @@ pub(crate) enum Command {
     /// The sandbox stands still as it is.
     Still,
     GoOn,
+    /// A capture of a sandbox that goes on is over; whatever else was promised of it stands.
+    Captured,
     /// It ends, as its lease says.
     End {
         why: handoff::Ending,
@@ -414,6 +416,7 @@ impl Driver {
             Command::Quiet { reply } => self.on_quiet(reply),
             Command::Still => self.saves.stillness = Stillness::Still,
             Command::GoOn => self.on_go_on(),
+            Command::Captured => self.saves.go_on(),
             Command::End { why } => return self.on_end_by_lease(why),
         }
         None

@@ -150,7 +150,7 @@ impl SandboxHost {
         let _turn = self.turn().await?;
         let record = self.rest().await?;
         let captured = self.capture_into(&record, AfterSave::GoOn, automatic).await;
-        self.tell(Command::GoOn).await;
+        self.tell(Command::Captured).await;
         Ok((captured?, record))
     }
 
