@@ -58,21 +58,18 @@ fn until(what: &str, mut condition: impl FnMut() -> bool) {
 }
 
 impl Placement {
-    /// The one of this process: started by the first test that needs it, and ended by the last. None: only root can start an engine.
+    /// The one of this process: started by the first test that needs it, and ended by the last.
     #[must_use]
-    pub fn shared() -> Option<Arc<Self>> {
+    pub fn shared() -> Arc<Self> {
         static SHARED: Mutex<Weak<Placement>> = Mutex::new(Weak::new());
-        if !geteuid().is_root() {
-            eprintln!("not run: only root can start a docker engine");
-            return None;
-        }
+        assert!(geteuid().is_root(), "only root can start a docker engine: run these tests as root");
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(running) = shared.upgrade() {
-            return Some(running);
+            return running;
         }
         let started = Arc::new(Self::start());
         *shared = Arc::downgrade(&started);
-        Some(started)
+        started
     }
 
     fn start() -> Self {

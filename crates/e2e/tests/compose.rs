@@ -114,7 +114,7 @@ fn served(sandbox: &Value, path: &str) -> String {
 
 #[test]
 fn what_was_snapshotted_is_served_by_a_new_sandbox_while_the_first_serves_its_own() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let fixture = Fixture::start(&place, "main", "");
     let healthy = "    healthcheck:\n      test: [\"CMD\", \"/bin/busybox\", \"wget\", \"-q\", \"-O\", \"-\", \"http://127.0.0.1:8080/\"]\n      interval: 1s\n      retries: 60\n";
     let repo = place.repo("healthy", healthy);
@@ -169,7 +169,7 @@ fn what_was_snapshotted_is_served_by_a_new_sandbox_while_the_first_serves_its_ow
 
 #[test]
 fn the_server_of_an_ordinary_user_reaches_hosts_from_its_own_namespace() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let fixture = Fixture::start_as(&place, "ordinary", "", User::Ordinary);
     let sandbox = fixture.create("east", &place.repo("plain-ordinary", ""));
     assert_eq!(served(&sandbox, "/index.html"), "from the repository\n");
@@ -181,7 +181,7 @@ fn the_server_of_an_ordinary_user_reaches_hosts_from_its_own_namespace() {
 
 #[test]
 fn a_git_repository_is_fetched_by_the_host_and_a_missing_one_leaves_nothing() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let fixture = Fixture::start(&place, "git", "");
     let repo = place.repo("over-git", "");
     let git = |args: &[&str]| {
@@ -222,7 +222,7 @@ fn a_git_repository_is_fetched_by_the_host_and_a_missing_one_leaves_nothing() {
 
 #[test]
 fn a_hostile_repository_is_refused_and_nothing_is_executed() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let fixture = Fixture::start(&place, "hostile", "");
     let marker = place.home().join("executed");
     let touch = format!("touch {}", marker.display());
@@ -281,7 +281,7 @@ fn a_hostile_repository_is_refused_and_nothing_is_executed() {
 
 #[test]
 fn a_wrong_host_key_and_a_host_that_is_not_there_are_clear_errors() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let fixture = Fixture::start(&place, "key", "");
     let repo = place.repo("plain", "");
     let message = fixture.refused("/v1/sandboxes", &Fixture::order("imposter", &repo), 503, "host_unavailable");
@@ -300,7 +300,7 @@ fn a_wrong_host_key_and_a_host_that_is_not_there_are_clear_errors() {
 // The way to the host is carried by a task, while the test waits for answers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_connection_that_is_cut_in_the_middle_of_a_snapshot_leaves_nothing_that_counts() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let gate = Gate::start(place.ssh_address()).await;
     let base = place.home().join("cut-base");
     let port = gate.address().port();
@@ -347,7 +347,7 @@ async fn a_connection_that_is_cut_in_the_middle_of_a_snapshot_leaves_nothing_tha
 
 #[test]
 fn a_full_disk_on_the_host_is_told_and_leaves_nothing() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let base = place.home().join("small");
     fs::create_dir(&base).unwrap();
     let options = Some("size=4m");
@@ -370,7 +370,7 @@ fn a_full_disk_on_the_host_is_told_and_leaves_nothing() {
 
 #[test]
 fn an_archive_that_was_exchanged_or_points_outside_is_not_restored() {
-    let Some(place) = Placement::shared() else { return };
+    let place = Placement::shared();
     let fixture = Fixture::start(&place, "archive", "");
     let sandbox = fixture.create("east", &place.repo("plain-archive", ""));
     let snapshot = fixture.made(&snapshot_of(&sandbox), &Value::Null);
