@@ -42,6 +42,9 @@ pub struct Window {
     head: usize,
     held_from: u64,
     end: u64,
+    /// A client has everything before this. It may be beyond `sent`: whoever asked for it again before the acknowledgement came is
+    /// promised every byte from there, so those are kept until they are sent, or nobody waits for them.
+    acked: u64,
     /// The next byte to send.
     sent: u64,
     /// The highest `sent` ever: nothing beyond it can have been seen by anybody.
@@ -63,6 +66,7 @@ impl Window {
             head: 0,
             held_from: 0,
             end: 0,
+            acked: 0,
             sent: 0,
             sent_ever: 0,
             credit: 0,
@@ -162,15 +166,14 @@ impl Window {
 
     /// A client has everything before `upto`. What nobody can have seen stays, whatever it says.
     pub fn ack(&mut self, upto: u64) {
-        let upto = upto.min(self.sent_ever).min(self.end);
-        if upto > self.held_from {
-            self.release(distance(self.held_from, upto));
-        }
+        self.acked = self.acked.max(upto.min(self.sent_ever).min(self.end));
+        self.release_acked();
     }
 
     /// Nothing is sent until the next [`Window::resume`].
     pub fn pause(&mut self) {
         self.paused = true;
+        self.release_acked();
     }
 
     /// Sending goes on from `from`, or from the nearest offset that is held, which is returned; it may go `credit` bytes far.
@@ -204,6 +207,7 @@ impl Window {
     pub fn mark_sent(&mut self, count: usize) {
         self.sent = (self.sent + count as u64).min(self.end);
         self.sent_ever = self.sent_ever.max(self.sent);
+        self.release_acked();
     }
 
     /// Gives the memory back if nothing is held. Not done by itself: a busy stream is empty again and again, and fresh pages are dear.
@@ -218,6 +222,12 @@ impl Window {
     #[must_use]
     pub fn allocated(&self) -> usize {
         self.ring.len()
+    }
+
+    /// Lets go of what was acknowledged and is promised to nobody.
+    fn release_acked(&mut self) {
+        let upto = if self.paused { self.acked } else { self.acked.min(self.sent) };
+        self.release(distance(self.held_from, upto));
     }
 
     fn release(&mut self, count: usize) {

@@ -302,6 +302,22 @@ async fn a_repeated_execution_id_resumes_and_runs_nothing_twice() {
     assert_eq!(ws.bash("cat /tmp/runs").await.ok(), "run\n");
 }
 
+/// A repeated request and the answer to the last ping cross on their way.
+#[tokio::test]
+async fn a_request_repeated_right_behind_the_end_is_answered_however_the_acknowledgement_comes() {
+    let mut ws = Ws::create(shared()).await;
+    ws.repeats_allowed = true;
+    for number in 0..30 {
+        let request = json!({"language": "bash", "code": "echo a; echo b >&2; echo c", "execution_id": format!("e{number}")});
+        for _ in 0..3 {
+            ws.send(request.clone()).await;
+            let outcome = ws.until_done().await;
+            assert_eq!((&outcome.done["execution_id"], outcome.exit_code()), (&request["execution_id"], Some(0)));
+            assert!(outcome.between.iter().all(|message| message["event"] != "error"), "{:?}", outcome.between);
+        }
+    }
+}
+
 #[tokio::test]
 async fn large_code_and_code_in_any_script_are_taken() {
     let mut ws = Ws::create(shared()).await;

@@ -2,11 +2,12 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// The same promises kept in the plainest way: the whole stream, and four numbers.
+/// The same promises kept in the plainest way: the whole stream, and five numbers.
 #[derive(Default)]
 struct Model {
     stream: Vec<u8>,
     held_from: usize,
+    acked: usize,
     sent: usize,
     sent_ever: usize,
     credit: usize,
@@ -18,6 +19,10 @@ impl Model {
         self.held_from = self.held_from.max(upto);
         self.sent = self.sent.max(self.held_from);
         self.sent_ever = self.sent_ever.max(self.sent);
+    }
+
+    fn drop_acked(&mut self) {
+        self.drop_to(if self.paused { self.acked } else { self.acked.min(self.sent) });
     }
 
     fn unsent(&self) -> &[u8] {
@@ -98,11 +103,13 @@ proptest! {
                 }
                 Step::Ack(upto) => {
                     window.ack(upto);
-                    model.drop_to(small(upto.min(model.sent_ever as u64)));
+                    model.acked = model.acked.max(small(upto.min(model.sent_ever as u64)));
+                    model.drop_acked();
                 }
                 Step::Pause => {
                     window.pause();
                     model.paused = true;
+                    model.drop_acked();
                 }
                 Step::Resume(from, credit) => {
                     model.sent = small(from.clamp(model.held_from as u64, model.stream.len() as u64));
@@ -126,6 +133,7 @@ proptest! {
                         window.mark_sent(count);
                         model.sent += count;
                         model.sent_ever = model.sent_ever.max(model.sent);
+                        model.drop_acked();
                     }
                 }
                 Step::Shrink => window.shrink(),
@@ -163,6 +171,35 @@ fn what_was_sent_and_not_acknowledged_can_be_asked_for_again() {
     window.ack(2);
     assert_eq!(window.resume(0, 100), 2);
     assert_eq!(window.next_piece(100).map(|piece| piece.data.concat()), Some(b"cdef".to_vec()));
+}
+
+/// The acknowledgement was on its way when the client asked again: it gets all that it was promised, and then it counts.
+#[test]
+fn an_acknowledgement_behind_a_question_takes_nothing_from_its_answer() {
+    let mut window = Window::new(100);
+    window.append(b"abcdef");
+    window.allow(100);
+    window.mark_sent(6);
+    assert_eq!(window.resume(2, 100), 2);
+    window.ack(6);
+    let piece = window.next_piece(3).unwrap();
+    assert_eq!((piece.offset, piece.data.concat()), (2, b"cde".to_vec()));
+    window.mark_sent(3);
+    assert_eq!(window.held_from(), 5);
+    window.mark_sent(1);
+    assert_eq!((window.held_from(), window.held()), (6, 0));
+}
+
+#[test]
+fn what_was_acknowledged_goes_when_nobody_waits_for_it_any_longer() {
+    let mut window = Window::new(100);
+    window.append(b"abcdef");
+    window.allow(100);
+    window.mark_sent(6);
+    window.resume(2, 100);
+    window.ack(6);
+    window.pause();
+    assert_eq!((window.held_from(), window.held()), (6, 0));
 }
 
 #[test]
