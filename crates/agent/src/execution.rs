@@ -8,7 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use sandboxer_agent::{input::Input, window::Window};
+use sandboxer_agent::{flow::Flow, input::Input, window::Window};
 use sandboxer_protocol::{
     ExecutionId,
     agent::{AgentConfig, DetachedOutput, ExecSpec, ExecState, ExecutionNumber, Exit, ExitCause, PerStream, Stream, ToAgent},
@@ -76,6 +76,8 @@ pub(crate) struct Execution {
     pub(crate) end_acknowledged: bool,
     /// Output came since the last rest: see [`Execution::rest`].
     pub(crate) busy: bool,
+    /// Of both streams together.
+    pub(crate) flow: Flow,
 }
 
 impl Execution {
@@ -108,6 +110,7 @@ impl Execution {
             kill_cause: None,
             end_acknowledged: false,
             busy: false,
+            flow: Flow::new(now),
         }
     }
 
@@ -143,6 +146,11 @@ impl Execution {
         }
     }
 
+    /// Whatever may be sent has been.
+    pub(crate) fn all_sent(&self) -> bool {
+        STREAMS.iter().all(|stream| self.output.get(*stream).window.next_piece(1).is_none())
+    }
+
     /// Reads once from a stream into its window, if both allow it. Returns whether to come back at once.
     pub(crate) fn fill(&mut self, stream: Stream) -> bool {
         let drop_oldest = self.detached == DetachedOutput::DropOldest;
@@ -164,6 +172,7 @@ impl Execution {
                 self.busy = true;
                 // Less than there was room for: it is empty, and the next byte makes an edge. A terminal gives a line at a time.
                 output.readable = self.tty || count == asked;
+                self.flow.note(count, !output.readable, Instant::now());
                 if count == output.read_bytes {
                     output.read_bytes = (output.read_bytes * 4).min(MAX_READ_BYTES);
                 } else if count < output.read_bytes / 16 {

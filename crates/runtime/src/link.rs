@@ -14,8 +14,10 @@ use tokio::{
 
 use crate::{Ended, Instance};
 
-/// What is read at a time: as much as a FIFO holds.
-const READ_BYTES: usize = 1024 * 1024;
+/// Room for what is read. Frames share it, so it is new whenever it runs low: not so large that the allocator goes to the system for it.
+const READ_BYTES: usize = 192 * 1024;
+/// With less than this left there is new room.
+const LOW_BYTES: usize = 32 * 1024;
 /// Room that is kept for what is written.
 const KEEP_BYTES: usize = 64 * 1024;
 
@@ -60,7 +62,9 @@ impl LinkReader {
                 return Ok(frame);
             }
             let buffer = self.decoder.buffer();
-            buffer.reserve(READ_BYTES);
+            if buffer.capacity() - buffer.len() < LOW_BYTES {
+                buffer.reserve(READ_BYTES);
+            }
             if self.stream.read_buf(buffer).await? == 0 {
                 return Err(LinkError::Closed);
             }

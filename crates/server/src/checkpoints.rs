@@ -25,9 +25,9 @@ use sandboxer_store::{
     record::{Codec, DirectoryRecords, InstanceId, ReadError, Stored},
 };
 use serde_json::Value;
-use tokio::sync::Semaphore;
+use tokio::{sync::Semaphore, time::Instant};
 use tokio_util::task::TaskTracker;
-use tracing::warn;
+use tracing::{debug, warn};
 
 pub use self::facts::Facts;
 use self::images::StoredImages;
@@ -269,8 +269,12 @@ impl Checkpoints {
 
     /// The data of what was found, checked: from this machine's own disk, or else from the volume.
     pub(crate) async fn bring(&self, found: &Found) -> Result<FileSet, String> {
+        let begun = Instant::now();
         match self.cache.files(&found.manifest, self.largest_bytes).await {
-            Ok(files) => Ok(files),
+            Ok(files) => {
+                debug!(ms = begun.elapsed().as_millis(), origin = ?files.origin, "what was saved is here");
+                Ok(files)
+            }
             Err(error) => Err(self.advised(found.manifest.at(), error.whole()).await),
         }
     }

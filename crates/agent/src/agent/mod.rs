@@ -1,7 +1,7 @@
 //! The agent's loop: one thread, nothing in it blocks, no locks.
 //!
 //! Every descriptor is watched for edges; flags remember what is ready. A round reads what is new, carries it out, moves
-//! output and input as far as they go, and sleeps only when nothing could be moved.
+//! output and input as far as they go, and sleeps only when nothing could be moved, or for a moment to let a torrent of output gather.
 
 mod executions;
 mod lingering;
@@ -9,6 +9,7 @@ mod lingering;
 use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -20,6 +21,7 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
     },
 };
+use sandboxer_agent::flow::GATHER;
 use sandboxer_protocol::agent::{
     AGENT_PROTOCOL_VERSION, AgentConfig, AgentEvent, Enforced, ExecutionNumber, FromAgent, Marker, Stream, ToAgent, ToAgentFrame,
 };
@@ -144,8 +146,13 @@ impl Agent {
         let mut events = [EpollEvent::empty(); 64];
         loop {
             let more = self.round();
-            let timeout = if more { EpollTimeout::ZERO } else { self.timeout() };
-            let now_resting = !more;
+            let gathered = self.execution.as_mut().is_some_and(|execution| execution.all_sent() && execution.flow.should_gather());
+            if gathered {
+                // Not by waiting for events: each write would be one.
+                thread::sleep(GATHER);
+            }
+            let timeout = if more || gathered { EpollTimeout::ZERO } else { self.timeout() };
+            let now_resting = !more && !gathered;
             match self.epoll.wait(&mut events, timeout) {
                 Ok(0) if now_resting => self.nothing_happened(),
                 Ok(count) => events[..count].iter().for_each(|event| self.note(event)),

@@ -23,7 +23,7 @@ use tokio::{
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{Instrument as _, info, info_span, warn};
+use tracing::{Instrument as _, debug, info, info_span, warn};
 
 use super::{Handle, Keeping, Manager, Opened, Running, Wire, converse, prepare};
 use crate::{
@@ -254,12 +254,16 @@ impl Manager {
 
     /// Without one the restore takes longer, and that is all.
     async fn make_container(&self, launch: &Launch, record: &Record) -> Option<Instance> {
+        let begun = Instant::now();
         let made = async {
             prepare(launch, record).map_err(|error| error.to_string())?;
             self.runtime.create(launch).await.map_err(|error| error.to_string())
         };
         match made.await {
-            Ok(container) => Some(container),
+            Ok(container) => {
+                debug!(ms = begun.elapsed().as_millis(), "a container waits for what was saved");
+                Some(container)
+            }
             Err(why) => {
                 warn!(why, "no container could be made ahead of the restore");
                 self.discard(launch).await;
