@@ -267,6 +267,11 @@ impl Checkpoints {
         }
     }
 
+    /// Whether its data is on this machine already.
+    pub(crate) async fn has(&self, found: &Found) -> bool {
+        self.cache.has(&found.manifest).await
+    }
+
     /// The data of what was found, checked: from this machine's own disk, or else from the volume.
     pub(crate) async fn bring(&self, found: &Found) -> Result<FileSet, String> {
         let begun = Instant::now();

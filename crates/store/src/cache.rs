@@ -88,6 +88,12 @@ impl Cache {
         Ok(Self { inner: Arc::new(inner) })
     }
 
+    /// Whether the manifest's files are likely to be here.
+    pub async fn has(&self, manifest: &Manifest) -> bool {
+        let set = self.inner.set_dir(manifest);
+        blocking(move || Ok(set.join("lock").exists())).await.unwrap_or(false)
+    }
+
     /// The manifest's files, from here or else from the volume. `limit` bounds their bytes.
     ///
     /// # Errors

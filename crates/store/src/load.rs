@@ -169,20 +169,28 @@ impl Loader {
     }
 }
 
-fn create(manifest: &Manifest, paths: Vec<PathBuf>) -> Result<Vec<(File, PathBuf)>> {
+fn create(manifest: &Manifest, paths: Vec<PathBuf>) -> Result<Vec<Target>> {
     let create = |(file, path): (&FileEntry, PathBuf)| {
         let open = || {
             let created = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
             created.set_len(file.bytes)?;
             Ok(created)
         };
-        open().map_err(|source| Error::local("create", &path, source)).map(|created| (created, path))
+        open().map_err(|source| Error::local("create", &path, source)).map(|file| Target { file, path, turn: Mutex::default() })
     };
     manifest.files().iter().zip(paths).map(create).collect()
 }
 
+/// A file that is being written. The kernel lets one at a time write to a file, and has the others spin: they had better sleep, and leave the
+/// processor to the sandbox that is being made meanwhile.
+struct Target {
+    file: File,
+    path: PathBuf,
+    turn: Mutex<()>,
+}
+
 enum Sink {
-    Files(Vec<(File, PathBuf)>),
+    Files(Vec<Target>),
     Nowhere,
 }
 
@@ -234,9 +242,10 @@ impl Work {
                 .and_then(|stored| tools.decoder.decode(&self.chunk_key, chunk, stored))
                 .ok_or(Trouble::Chunk { pack: span.pack, chunk: *chunk })?;
             if let Sink::Files(files) = &self.sink
-                && let Some((file, path)) = files.get(span.file)
+                && let Some(target) = files.get(span.file)
             {
-                file.write_all_at(raw, *offset).map_err(|source| Trouble::Write(Error::local("write", path, source)))?;
+                let _turn = target.turn.lock().unwrap_or_else(PoisonError::into_inner);
+                target.file.write_all_at(raw, *offset).map_err(|source| Trouble::Write(Error::local("write", &target.path, source)))?;
             }
         }
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(tools);

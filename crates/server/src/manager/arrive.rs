@@ -1,9 +1,6 @@
 //! Bringing a sandbox here from the volume: from whoever has it, or from its last checkpoint.
 
-use std::{
-    sync::{Arc, Mutex, PoisonError, Weak},
-    time::Duration,
-};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use sandboxer_protocol::{
     SandboxId,
@@ -35,9 +32,6 @@ use crate::{
     },
     tenants::Place,
 };
-
-/// How long data takes at most that is on this machine's own disk.
-const HERE_ALREADY: Duration = Duration::from_millis(10);
 
 /// Why a sandbox does not come here, said to who wanted it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -236,10 +230,10 @@ impl Manager {
         };
         let resources = record.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
         let launch = self.launch(&record, resources);
-        let mut bringing = std::pin::pin!(checkpoints.bring(&found));
-        let (files, container) = match tokio::time::timeout(HERE_ALREADY, &mut bringing).await {
-            Ok(files) => (files, None),
-            Err(_) => tokio::join!(bringing, self.make_container(&launch, &record)),
+        let (files, container) = if checkpoints.has(&found).await {
+            (checkpoints.bring(&found).await, None)
+        } else {
+            tokio::join!(checkpoints.bring(&found), self.make_container(&launch, &record))
         };
         match files {
             Ok(files) => Ok(Ready { name, record, launch, files, container }),
