@@ -304,6 +304,7 @@ impl Restorer {
         let mut failure = String::new();
         for attempt in 1..=2 {
             let container = container.take();
+            let begun = Instant::now();
             let started = async {
                 prepare(&launch, &record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
                 let restored = match container {
@@ -311,12 +312,14 @@ impl Restorer {
                     None => manager.runtime.restore(&launch, files.dir()).await,
                 };
                 let instance = restored.map_err(|error| error.to_string())?;
+                debug!(ms = begun.elapsed().as_millis(), "gVisor has restored it");
                 let described = self.describe(&record, SandboxStatus::Running);
                 let (opened, ()) = tokio::join!(converse(instance, &record.marker, manager.settings.start_timeout), described);
                 opened
             };
             match started.await {
                 Ok(Opened { running, .. }) => {
+                    debug!(ms = begun.elapsed().as_millis(), "its agent answers");
                     let place = manager.tenants.readmit(record.owner.as_deref());
                     let restored = Restored { record, running, place: (Some(slot), place) };
                     *self.restored.lock().unwrap_or_else(PoisonError::into_inner) = Some(restored);
