@@ -7,7 +7,9 @@
 
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, reason = "a panic here is a failed test")]
 
+mod api;
 mod binary;
+mod counting;
 mod cut;
 mod delay;
 pub mod host;
@@ -26,7 +28,9 @@ mod ws;
 
 use std::time::{Duration, Instant};
 
+pub use api::Key;
 pub use binary::{command, sandboxer, stderr_of, stdout_of};
+pub use counting::{Counting, Point};
 pub use cut::{CutProxy, Fault};
 pub use delay::DelayProxy;
 pub use kept::Talk;

@@ -110,8 +110,6 @@ fn what_is_missing_of_the_resource_api_says_so() {
     let address = shared().address();
     for (method, path) in [
         ("GET", "/v1"),
-        ("POST", "/v1/sandboxes/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11/checkpoint"),
-        ("GET", "/v1/sandboxes/5e1f5e0a-6f0c-4d5c-8a70-0b8f3f2b8f11/checkpoints"),
         ("GET", "/v1/filesystem-snapshots"),
         ("GET", "/v1/openapi.json"),
     ] {

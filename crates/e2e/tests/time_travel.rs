@@ -4,112 +4,8 @@
 
 use std::fs;
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
-use sandboxer_e2e::{Assembly, DEADLINE, Server, Volume, Ws, command, count, eventually, stderr_of, stdout_of};
-use serde_json::{Value, json};
-
-/// Counts in memory and on disk, a line of input each, and says both.
-const COUNTER: &str = "
-import sys
-n = 0
-print('ready', flush=True)
-for line in sys.stdin:
-    n += 1
-    with open('/root/count', 'a') as f: f.write('x')
-    print(n, len(open('/root/count').read()), flush=True)
-";
-
-/// A client of the counter, which reads whatever else is said on the way.
-struct Counting {
-    ws: Ws,
-    out: Assembly,
-    /// The longest output seen, as every history begins alike.
-    longest: Vec<u8>,
-    /// Bytes of input so far, in the counter's own time.
-    input: usize,
-}
-
-impl Counting {
-    async fn start(mut ws: Ws) -> Self {
-        ws.may_repeat();
-        ws.start(json!({"language": "python", "code": COUNTER, "execution_id": "counter"})).await;
-        let mut counting = Self { ws, out: Assembly::default(), longest: Vec::new(), input: 0 };
-        counting.until(b"ready\n").await;
-        counting
-    }
-
-    async fn until(&mut self, end: &[u8]) {
-        while !self.out.bytes.ends_with(end) {
-            let message = self.ws.next().await;
-            match message["event"].as_str().unwrap() {
-                "stdout" => self.out.take(&message),
-                "stdin_ack" => {}
-                _ => panic!("{message}"),
-            }
-        }
-    }
-
-    async fn expect_count(&mut self, expected: usize) {
-        self.ws.send(json!({"event": "stdin", "data": "\n", "offset": self.input})).await;
-        self.input += 1;
-        self.until(format!("\n{expected} {expected}\n").as_bytes()).await;
-    }
-
-    /// The next status, past output.
-    async fn status(&mut self) -> Value {
-        loop {
-            let message = self.ws.next().await;
-            match message["event"].as_str().unwrap() {
-                "stdout" => self.out.take(&message),
-                "stdin_ack" => {}
-                "status_update" => return message,
-                _ => panic!("{message}"),
-            }
-        }
-    }
-
-    async fn snapshot(&mut self, name: Option<&str>) -> String {
-        self.ws.send(json!({"action": "snapshot", "name": name})).await;
-        assert_eq!(self.status().await["status"], "SANDBOX_SNAPSHOT_CREATING");
-        let created = self.status().await;
-        assert_eq!(created["status"], "SANDBOX_SNAPSHOT_CREATED", "{created}");
-        created["snapshot_id"].as_str().unwrap().to_owned()
-    }
-
-    /// Goes back, and on from where the sandbox says it is.
-    async fn roll_back(&mut self, to: Value) -> Value {
-        self.ws.send(to).await;
-        assert_eq!(self.status().await["status"], "SANDBOX_RESTORING");
-        let running = self.status().await;
-        assert_eq!((&running["status"], &running["rewound"]), (&json!("SANDBOX_RUNNING"), &json!(true)), "{running}");
-        assert_eq!(running["execution_id"], "counter", "{running}");
-        let offset = running["stdout_offset"].as_u64().unwrap();
-        if self.out.bytes.len() > self.longest.len() {
-            self.longest = std::mem::take(&mut self.out.bytes);
-        }
-        self.out.bytes = self.longest[..usize::try_from(offset).unwrap()].to_vec();
-        self.input = usize::try_from(running["stdin_offset"].as_u64().unwrap()).unwrap();
-        self.ws.send(json!({"action": "reconnect", "execution_id": "counter", "stdout_offset": offset})).await;
-        let resumed = self.ws.next().await;
-        assert_eq!((&resumed["event"], &resumed["running"]), (&json!("resumed"), &json!(true)), "{resumed}");
-        running
-    }
-}
-
-fn verified(volume: &Volume) {
-    let output = command().args(["store", "verify", "--checkpoint-path"]).arg(volume.path()).output().unwrap();
-    assert!(output.status.success(), "{}{}", stdout_of(&output), stderr_of(&output));
-}
-
-fn burn_down(server: &mut Server) {
-    server.kill9();
-    for process in server.sandbox_processes() {
-        let _ = kill(Pid::from_raw(i32::try_from(process.pid).unwrap()), Signal::SIGKILL);
-    }
-}
+use sandboxer_e2e::{Counting, DEADLINE, Volume, Ws, count, eventually};
+use serde_json::json;
 
 #[tokio::test]
 async fn a_snapshot_leaves_the_program_running_and_the_sandbox_goes_back_to_it() {
@@ -156,7 +52,7 @@ async fn a_snapshot_leaves_the_program_running_and_the_sandbox_goes_back_to_it()
     assert_eq!(counting.status().await["status"], "SANDBOX_EXECUTION_DONE");
     assert_eq!(counting.ws.bash("cat /run/sandboxer/generation").await.ok(), "3\n");
     eventually("nothing is left where it was", DEADLINE, || a.sandbox_processes().is_empty()).await;
-    verified(&volume);
+    volume.verify();
 }
 
 #[tokio::test]
@@ -250,7 +146,7 @@ async fn going_back_and_forth_leaves_nothing_behind() {
         server.sandbox_processes().len() <= alone && fs::read_dir(server.data_dir().join("sandboxes")).unwrap().count() == 1
     })
     .await;
-    verified(&volume);
+    volume.verify();
 }
 
 #[tokio::test]
@@ -268,7 +164,7 @@ async fn a_sandbox_that_saves_itself_loses_little_when_everything_burns_down() {
         seen.len() > 2
     })
     .await;
-    burn_down(&mut a);
+    a.burn_down();
     let mut ws = Ws::open(&b, &format!("/attach/{id}")).await;
     ws.may_repeat();
     ws.expect_status("SANDBOX_RESTORING").await;

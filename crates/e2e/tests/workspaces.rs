@@ -150,7 +150,16 @@ async fn a_native_sandbox_is_made_listed_used_and_removed_by_the_same_calls() {
     assert_eq!((&found["metadata"]["a"], found.get("token")), (&json!("b"), None));
     let mut ws = Ws::attach(&server, id(&sandbox)).await;
     assert_eq!(ws.bash("echo $GREETING").await.ok(), "hello\n");
-    refused(&server, "POST", &format!("{path}/snapshot"), &Value::Null, 501, "snapshots_not_supported");
+    for (method, what, code) in [
+        ("POST", "snapshot", "snapshots_not_configured"),
+        ("POST", "rollback", "snapshots_not_configured"),
+        ("POST", "fork", "snapshots_not_configured"),
+        ("POST", "checkpoint", "checkpoint_not_configured"),
+        ("GET", "checkpoints", "checkpoint_not_configured"),
+    ] {
+        refused(&server, method, &format!("{path}/{what}"), &Value::Null, 501, code);
+    }
+    ws.expect_alive().await;
     drop(ws);
     eventually("nobody is attached", DEADLINE, || ask(&server, "DELETE", &path, &Value::Null).0 == 204).await;
     refused(&server, "GET", &path, &Value::Null, 404, "not_found");

@@ -3,6 +3,7 @@
 //! Everything that comes from the volume is hostile input. It is parsed by [`sandboxer_store`], and what is run is always made from the
 //! server's own template.
 
+mod catalogue;
 mod facts;
 mod images;
 mod state;
@@ -29,8 +30,12 @@ use tokio::{sync::Semaphore, time::Instant};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
+pub(crate) use self::catalogue::{About, SavedCheckpoint, SavedSnapshot};
 pub use self::facts::Facts;
-use self::images::StoredImages;
+use self::{
+    catalogue::{Known, Saving},
+    images::StoredImages,
+};
 pub(crate) use self::state::SavedState;
 use crate::{images::Images, sandbox::record::Record};
 
@@ -65,6 +70,7 @@ pub(crate) struct Checkpoints {
     images: StoredImages,
     largest_bytes: u64,
     tasks: TaskTracker,
+    known: Known,
     /// Who saves by itself takes it.
     pub(crate) autosaves: Arc<Semaphore>,
 }
@@ -84,12 +90,6 @@ pub(crate) struct Found {
     pub(crate) state: SavedState,
     pub(crate) image: PathBuf,
     pub(crate) manifest: Arc<Manifest>,
-}
-
-/// What a restore starts from.
-pub(crate) struct Loaded {
-    pub(crate) files: FileSet,
-    pub(crate) found: Found,
 }
 
 impl Checkpoints {
@@ -128,6 +128,7 @@ impl Checkpoints {
             work,
             largest_bytes: largest_bytes.saturating_add(ROOM_BYTES),
             tasks,
+            known: Known::default(),
             autosaves: Arc::new(Semaphore::new(1)),
         })
     }
@@ -227,7 +228,7 @@ impl Checkpoints {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             spec: Value::Null,
             state: serde_json::to_value(&capture.state).map_err(invalid)?,
-            other: serde_json::Map::new(),
+            other: Saving { written_bytes: saved.stats.written_bytes, reused_bytes: saved.stats.reused_bytes }.noted(),
         };
         Ok((saved, contract))
     }
@@ -247,16 +248,25 @@ impl Checkpoints {
             automatic: false,
             name: None,
             state: serde_json::to_value(SavedState::of(record)).map_err(invalid)?,
+            other: Saving { written_bytes: 0, reused_bytes: of.raw_bytes() }.noted(),
             ..contract.clone()
         };
         Ok(self.volume.prepare_copy(of, contract, after).await?.name)
     }
 
-    /// Everything that a restore needs, checked.
-    pub(crate) async fn load(&self, at: ManifestAt, images: &Images) -> Result<Loaded, String> {
-        let found = self.find(at, images).await?;
-        let files = self.bring(&found).await?;
-        Ok(Loaded { files, found })
+    /// What was saved there, checked but for its data, for somebody who may know of it. None: it is not there, or of an owner that does not
+    /// pass, which is the same to those who ask.
+    pub(crate) async fn find_for(
+        &self,
+        at: ManifestAt,
+        images: &Images,
+        passes: impl Fn(Option<&str>) -> bool,
+    ) -> Result<Option<Found>, String> {
+        let Some(manifest) = self.manifest_for(at, passes).await? else { return Ok(None) };
+        match self.understand(at, Arc::new(manifest), images).await {
+            Ok(found) => Ok(Some(found)),
+            Err(why) => Err(self.advised(at, why).await),
+        }
     }
 
     /// What was saved there, checked but for its data.
@@ -294,6 +304,10 @@ impl Checkpoints {
 
     async fn try_find(&self, at: ManifestAt, images: &Images) -> Result<Found, String> {
         let manifest = Arc::new(self.volume.manifest(at).await.map_err(|error| error.whole())?);
+        self.understand(at, manifest, images).await
+    }
+
+    async fn understand(&self, at: ManifestAt, manifest: Arc<Manifest>, images: &Images) -> Result<Found, String> {
         let name = match at {
             ManifestAt::Checkpoint { name, .. } => name.to_string(),
             other => other.to_string(),
@@ -305,9 +319,7 @@ impl Checkpoints {
             return Err(format!("{name} is that of another sandbox, {}", contract.sandbox_id));
         }
         contract.check(&self.facts.host()).map_err(|mismatch| format!("{name}: {mismatch}"))?;
-        let state: SavedState = serde_json::from_value(contract.state.clone())
-            .map_err(|error| format!("{name}: what it says of the sandbox makes no sense: {error}"))?;
-        state.check().map_err(|why| format!("{name}: {why}"))?;
+        let state = SavedState::read(&contract.state).map_err(|why| format!("{name}: {why}"))?;
         manifest.expect_tenant(tenant(state.owner.as_deref())).map_err(|error| error.whole())?;
         let image =
             self.images.find(contract.image, images).await.map_err(|why| format!("{name} needs the image {}: {why}", contract.image))?;

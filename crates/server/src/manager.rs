@@ -1,15 +1,20 @@
 //! All sandboxes of this server: making them, finding them, taking them up again, bringing them from the volume, ending them.
 
 mod arrive;
+mod fork;
+mod go_back;
 mod leave;
 mod rollback;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     fs, io,
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -47,6 +52,7 @@ use crate::{
     obituaries::{Obituaries, Obituary},
     sandbox::{
         Execution,
+        asks::{Ask, Refused, Told},
         client::ClientPort,
         driver::{Attachment, Command, Driver, END_EXPLAINED, Ending, Outcome, Start, Stop},
         farewell::obituary,
@@ -92,9 +98,12 @@ pub(crate) struct Handle {
     token_sha256: Arc<str>,
     commands: mpsc::Sender<Command>,
     gone: CancellationToken,
-    generation: u64,
+    /// Rises when it goes back.
+    generation: Arc<AtomicU64>,
     /// Which API key it belongs to.
-    owner: Option<Arc<str>>,
+    pub(crate) owner: Option<Arc<str>>,
+    pub(crate) created_at: jiff::Timestamp,
+    pub(crate) metadata: Arc<BTreeMap<String, String>>,
     last_use: LastUse,
     /// The lease on it, if it is kept on the volume.
     lease: Option<LeaseView>,
@@ -104,8 +113,12 @@ impl Handle {
     /// What a client that attaches is told first. One that missed the telling of a rewinding knows it by the generation.
     pub(crate) fn running(&self) -> ServerEvent {
         let mut update = StatusUpdate::new(Status::Running);
-        update.generation = (self.generation > 0).then_some(self.generation);
+        update.generation = Some(self.generation()).filter(|generation| *generation > 0);
         ServerEvent::StatusUpdate(update)
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
     }
 
     /// Waits until nothing of the sandbox is left here.
@@ -116,6 +129,13 @@ impl Handle {
     /// Whether this is the sandbox's token, without telling how much of it is right.
     pub(crate) fn opens(&self, token: &str) -> bool {
         same_secret(token, &self.token_sha256)
+    }
+
+    /// Has something done by the sandbox's driver. None: the sandbox is gone from here.
+    pub(crate) async fn ask(&self, ask: Ask) -> Option<Result<Told, Refused>> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Ask { ask, reply }).await.ok()?;
+        answer.await.ok()
     }
 
     /// Ends a sandbox that nobody has heard of.
@@ -436,8 +456,10 @@ impl Manager {
             token_sha256: record.token_sha256.as_str().into(),
             commands: sender,
             gone: gone.clone(),
-            generation: record.generation,
+            generation: Arc::new(AtomicU64::new(record.generation)),
             owner: record.owner.as_deref().map(Arc::from),
+            created_at: record.created_at,
+            metadata: Arc::new(record.config.metadata.clone()),
             last_use: LastUse::at(record.idle_since.unwrap_or_else(jiff::Timestamp::now)),
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
         };
@@ -471,6 +493,7 @@ impl Manager {
             host,
             kept,
             roller,
+            generation: Arc::clone(&handle.generation),
             last_use: handle.last_use.clone(),
         });
         self.lock().insert(id, handle.clone());
@@ -551,9 +574,12 @@ impl Manager {
     async fn take_up(self: Arc<Self>, left: Left) {
         let (id, container) = (left.id, left.container);
         let dir = self.dir(container);
-        if left.record.as_ref().is_ok_and(|record| record.standby) {
-            info!(%container, "it was to take the place of another one, which goes on");
+        if let Some(record) = left.record.as_ref().ok().filter(|record| record.standby) {
+            info!(%container, "it was to take the place of another one, which goes on, or was a copy that nobody had heard of");
             self.remove(container, &dir).await;
+            if record.is_unheard_of() {
+                self.bury_copy(record).await;
+            }
             return;
         }
         let (why, token_sha256) = match self.try_take_up(left, &dir).await {
@@ -640,6 +666,11 @@ impl Manager {
             Ok(Err(LeaseError::Lost(reason))) => Err(NotTakenUp::Moved(reason.to_string())),
             _ => Ok(Some(held)),
         }
+    }
+
+    /// Those that run here.
+    pub(crate) fn all(&self) -> Vec<Handle> {
+        self.lock().values().cloned().collect()
     }
 
     /// What this instance has, for those of one API key: the name of the instance, and each sandbox with whether it is served now and in which

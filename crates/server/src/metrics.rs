@@ -25,6 +25,7 @@ pub(crate) struct Metrics {
     pub(crate) saves: Counter,
     pub(crate) snapshots: Counter,
     pub(crate) rollbacks: Counter,
+    pub(crate) forks: Counter,
     pub(crate) save_failures: Counter,
     pub(crate) restores: Counter,
     pub(crate) ended: Counter,
@@ -46,6 +47,7 @@ impl Metrics {
             saves: Counter::default(),
             snapshots: Counter::default(),
             rollbacks: Counter::default(),
+            forks: Counter::default(),
             save_failures: Counter::default(),
             restores: Counter::default(),
             ended: Counter::default(),
@@ -65,6 +67,7 @@ impl Metrics {
         registry.register("saves", "Checkpoints made", self.saves.clone());
         registry.register("snapshots", "Snapshots made of running sandboxes", self.snapshots.clone());
         registry.register("rollbacks", "Sandboxes that went back to something saved", self.rollbacks.clone());
+        registry.register("forks", "Sandboxes made from something saved", self.forks.clone());
         registry.register("save_failures", "Checkpoints that could not be made; the sandbox went on", self.save_failures.clone());
         registry.register("restores", "Sandboxes restored from a checkpoint", self.restores.clone());
         registry.register("taken_up", "Sandboxes taken up from an earlier server process", self.taken_up.clone());

@@ -41,28 +41,48 @@ impl Tenants {
 
     /// Another sandbox for a key, if it may have one.
     pub(crate) fn admit(self: &Arc<Self>, owner: Option<&str>) -> Result<Place, CreateError> {
-        let Some(owner) = owner else { return Ok(self.place(None)) };
+        self.reserve(owner, 1)?;
+        Ok(self.place(owner))
+    }
+
+    /// So many more, or none of them.
+    pub(crate) fn admit_many(self: &Arc<Self>, owner: Option<&str>, count: usize) -> Result<Vec<Place>, CreateError> {
+        self.reserve(owner, count)?;
+        Ok((0..count).map(|_| self.place(owner)).collect())
+    }
+
+    fn reserve(&self, owner: Option<&str>, count: usize) -> Result<(), CreateError> {
+        let Some(owner) = owner else { return Ok(()) };
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let used = used.entry(owner.to_owned()).or_default();
+        let refuse = |message: String| Err(CreateError::new(ErrorCode::RateLimited, message));
         if let Some(most) = self.limits.sandboxes
-            && used.live >= most
+            && used.live.saturating_add(count) > most
         {
-            let message = format!("This API key has {most} sandboxes, and that is all it may have at once. End one first.");
-            return Err(CreateError::new(ErrorCode::RateLimited, message));
+            let live = used.live;
+            return refuse(if live >= most {
+                format!("This API key has {most} sandboxes, and that is all it may have at once. End one first.")
+            } else {
+                format!("This API key has {live} sandboxes and may have {most} at once: {count} more are too many.")
+            });
         }
         if let Some(most) = self.limits.creates_per_minute {
             let now = Instant::now();
             while used.made.front().is_some_and(|made| now.duration_since(*made) >= MINUTE) {
                 used.made.pop_front();
             }
-            if used.made.len() >= most {
-                let message = format!("This API key has made {most} sandboxes within a minute, and may not make more. Try again later.");
-                return Err(CreateError::new(ErrorCode::RateLimited, message));
+            let made = used.made.len();
+            if made.saturating_add(count) > most {
+                return refuse(if made >= most {
+                    format!("This API key has made {most} sandboxes within a minute, and may not make more. Try again later.")
+                } else {
+                    format!("This API key has made {made} sandboxes within a minute and may make {most}: {count} more are too many now.")
+                });
             }
-            used.made.push_back(now);
+            used.made.extend(std::iter::repeat_n(now, count));
         }
-        used.live += 1;
-        Ok(self.place(Some(owner)))
+        used.live += count;
+        Ok(())
     }
 
     /// A sandbox of an earlier server process: it counts, whatever the limit is now.
@@ -105,6 +125,18 @@ mod tests {
         assert!(tenants.admit(Some("a")).is_err(), "three were made within a minute");
         tokio::time::advance(MINUTE).await;
         assert!(tenants.admit(Some("a")).is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn many_are_admitted_together_or_not_at_all() {
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(4), creates_per_minute: Some(5) }));
+        let three = tenants.admit_many(Some("a"), 3).unwrap();
+        assert!(tenants.admit_many(Some("a"), 2).is_err(), "four at once");
+        let _one = tenants.admit(Some("a")).unwrap();
+        drop(three);
+        assert!(tenants.admit_many(Some("a"), 2).is_err(), "five a minute, and four were made");
+        let _last = tenants.admit_many(Some("a"), 1).unwrap();
+        assert!(tenants.admit_many(Some("a"), usize::MAX).is_err());
     }
 
     #[test]

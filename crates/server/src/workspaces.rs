@@ -27,8 +27,8 @@ use tracing::{info, warn};
 
 use self::busy::{Busy, Key};
 pub(crate) use self::{
-    native::{Native, NativeSandbox, NotDeleted, configuration},
-    restore::RestoreOrder,
+    native::{Native, NativeError, NativeSandbox, NotDeleted, configuration},
+    restore::{MAX_COUNT, RestoreOrder},
 };
 
 /// Calls of extensions at once; more wait for their turn.
@@ -334,7 +334,7 @@ pub(crate) fn is_native(profile: &ProfileName) -> bool {
 }
 
 /// Where no key is needed there is one owner of everything.
-fn may_see(owner: Option<&str>, who: Option<&str>) -> bool {
+pub(crate) fn may_see(owner: Option<&str>, who: Option<&str>) -> bool {
     who.is_none() || owner == who
 }
 

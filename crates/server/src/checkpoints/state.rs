@@ -2,6 +2,7 @@
 
 use sandboxer_protocol::agent::Marker;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::sandbox::record::{Record, SandboxConfig};
 
@@ -32,13 +33,15 @@ impl SavedState {
         }
     }
 
-    pub(super) fn check(&self) -> Result<(), String> {
-        if self.version > VERSION {
+    /// What a manifest says, which is hostile input.
+    pub(super) fn read(value: &Value) -> Result<Self, String> {
+        let state = Self::deserialize(value).map_err(|error| format!("what it says of the sandbox makes no sense: {error}"))?;
+        if state.version > VERSION {
             return Err(format!(
                 "what it says of the sandbox is of version {}, and this server knows {VERSION}; use a newer one",
-                self.version
+                state.version
             ));
         }
-        Ok(())
+        Ok(state)
     }
 }

@@ -247,7 +247,7 @@ impl Manager {
     }
 
     /// Without one the restore takes longer, and that is all.
-    async fn make_container(&self, launch: &Launch, record: &Record) -> Option<Instance> {
+    pub(super) async fn make_container(&self, launch: &Launch, record: &Record) -> Option<Instance> {
         let begun = Instant::now();
         let made = async {
             prepare(launch, record).map_err(|error| error.to_string())?;
@@ -271,7 +271,7 @@ impl Manager {
     }
 
     /// One at a time for each sandbox.
-    fn turn(&self, id: SandboxId) -> Arc<Semaphore> {
+    pub(super) fn turn(&self, id: SandboxId) -> Arc<Semaphore> {
         let mut arriving = self.arriving.lock().unwrap_or_else(PoisonError::into_inner);
         arriving.retain(|_, turn| turn.strong_count() > 0);
         if let Some(turn) = arriving.get(&id).and_then(Weak::upgrade) {
@@ -365,11 +365,11 @@ impl Restorer {
     }
 }
 
-fn not_found() -> ArriveError {
+pub(super) fn not_found() -> ArriveError {
     ArriveError::NotFound("There is no such sandbox.".to_owned())
 }
 
-fn not_held(sought: &Sought) -> ArriveError {
+pub(super) fn not_held(sought: &Sought) -> ArriveError {
     match sought {
         Sought::Held(_) | Sought::NotFound => not_found(),
         Sought::NeverSaved => ArriveError::NotFound("The sandbox was lost before it was saved for the first time.".to_owned()),

@@ -17,7 +17,7 @@ use tracing::{Instrument as _, warn};
 
 use super::{Manager, Opened, Running, converse, prepare};
 use crate::{
-    checkpoints::{Checkpoints, Found, Loaded},
+    checkpoints::{Checkpoints, Found},
     sandbox::{Execution, driver::Command, host::SandboxHost, record::Record},
 };
 
@@ -76,10 +76,11 @@ impl Roller {
     async fn start_beside(&self, going: &Going, to: ManifestAt) -> Result<Box<RolledBack>, String> {
         let manager = &self.manager;
         let now = &going.record;
-        let Loaded { files, found: Found { state, image, manifest } } = self.checkpoints.load(to, &manager.images).await?;
-        if state.owner != now.owner {
-            return Err("it belongs to another key".to_owned());
-        }
+        // One of another key is not there either.
+        let found = self.checkpoints.find_for(to, &manager.images, |owner| owner == now.owner.as_deref()).await?;
+        let found = found.ok_or("there is no such snapshot or checkpoint")?;
+        let files = self.checkpoints.bring(&found).await?;
+        let Found { state, image, manifest } = found;
         let turn = going.host.turn().await?;
         let record = Record {
             marker: state.marker,

@@ -3,7 +3,11 @@
 //! It waits for many things at once and never for one of them alone: frames from the agent, room in the FIFO to it, requests from the
 //! client, room in the way to it, commands of the server, deadlines, and the end of the sandbox.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
 
 use bytes::Bytes;
 use futures_util::future::BoxFuture;
@@ -32,6 +36,7 @@ use tracing::{debug, info, warn};
 
 use super::{
     admission::Moment,
+    asks::{self, Ask, Asks},
     client::{ClientPort, FromClient, Incoming, Outbox, Outgoing},
     delivery::Delivery,
     execution::Execution,
@@ -80,6 +85,11 @@ pub(crate) enum Command {
     },
     /// Nobody has heard of this sandbox: end it.
     Abandon,
+    /// The resource API wants something done.
+    Ask {
+        ask: Ask,
+        reply: asks::Reply,
+    },
     /// Another instance wants the sandbox.
     AskedFor {
         reply: oneshot::Sender<Consent>,
@@ -236,9 +246,12 @@ pub(crate) struct Driver {
     pub(super) roller: Option<Roller>,
     /// A rollback under way.
     pub(super) rollback: Option<BoxFuture<'static, Result<Box<RolledBack>, String>>>,
+    /// What those are told who attach.
+    pub(super) generation: Arc<AtomicU64>,
     last_use: LastUse,
     /// Whoever wanted to attach while the sandbox is being saved to end here.
     pub(super) late: Vec<Knocking>,
+    pub(super) asks: Asks,
 }
 
 /// What a driver starts from.
@@ -265,6 +278,7 @@ pub(crate) struct Start {
     /// Its lease, if it is kept there.
     pub(crate) kept: Option<Kept>,
     pub(crate) roller: Option<Roller>,
+    pub(crate) generation: Arc<AtomicU64>,
     pub(crate) last_use: LastUse,
 }
 
@@ -309,6 +323,7 @@ impl Driver {
             host,
             kept,
             roller,
+            generation,
             last_use,
         } = start;
         let now = Instant::now();
@@ -341,8 +356,10 @@ impl Driver {
             saves: Saves::of(host, kept, autosave),
             roller,
             rollback: None,
+            generation,
             last_use,
             late: Vec::new(),
+            asks: Asks::default(),
         }
     }
 
@@ -394,6 +411,7 @@ impl Driver {
                 }
             };
             let outcome = outcome.or_else(|| self.take_waiting());
+            self.take_ask();
             if let Some(outcome) = outcome {
                 return self.finish(outcome).await;
             }
@@ -410,6 +428,7 @@ impl Driver {
                     self.late.push(knocking);
                 }
             }
+            Command::Ask { ask, reply } => self.on_ask(ask, reply),
             Command::Abandon => return Some(Outcome::Drained),
             Command::AskedFor { reply } => self.on_asked_for(reply),
             Command::Leave { turn } => return self.on_turn_to_leave(turn),
@@ -691,6 +710,9 @@ impl Driver {
             let next = self.knocking.remove(0);
             self.attach(next);
         }
+        if self.client.is_none() {
+            self.asks.let_in();
+        }
         self.give_way();
         self.turn_away();
         self.save_soon();
@@ -709,6 +731,7 @@ impl Driver {
     /// The attached client lives: whoever knocked is told so.
     fn turn_away(&mut self) {
         self.knock_deadline = None;
+        self.asks.turn_away();
         for asking in self.asking.drain(..) {
             let _ = asking.send(Consent::InUse);
         }

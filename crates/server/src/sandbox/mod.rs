@@ -14,6 +14,7 @@
 
 mod admission;
 mod agent_side;
+pub(crate) mod asks;
 pub(crate) mod client;
 mod delivery;
 pub(crate) mod driver;
@@ -23,7 +24,7 @@ pub(crate) mod host;
 pub(crate) mod last_use;
 pub(crate) mod record;
 mod requests;
-mod rollback;
+pub(crate) mod rollback;
 pub(crate) mod saving;
 mod snapshots;
 

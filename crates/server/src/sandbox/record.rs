@@ -48,7 +48,7 @@ pub(crate) struct Record {
     /// What it is to the runtime, and the name of its directory, where that is not its own id: it was rolled back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) container: Option<SandboxId>,
-    /// It was started to take the place of another one, and has not.
+    /// It was started to take the place of another one, and has not; or it is a copy that nobody has heard of yet.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) standby: bool,
 }
@@ -112,6 +112,11 @@ impl Record {
     /// What it is to the runtime.
     pub(crate) fn container(&self) -> SandboxId {
         self.container.unwrap_or(self.id)
+    }
+
+    /// It is a copy that was not finished.
+    pub(crate) fn is_unheard_of(&self) -> bool {
+        self.standby && self.container.is_none()
     }
 
     /// Programs see it.

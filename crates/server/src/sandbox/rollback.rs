@@ -1,55 +1,60 @@
 //! A sandbox goes back to something that was saved, with its client attached.
 
-use sandboxer_protocol::client::{ErrorCode, ServerEvent, SnapshotTarget, Status, StatusUpdate};
+use std::sync::atomic::Ordering;
+
+use sandboxer_protocol::{
+    SandboxId,
+    client::{ErrorCode, ServerEvent, SnapshotTarget, Status, StatusUpdate},
+};
 use sandboxer_store::ManifestAt;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::{
+    asks::{Refused, Told, What},
     driver::{Driver, GRACE_AT_MOST, Grace},
     saving::NO_CHECKPOINT_PATH,
 };
 use crate::manager::{Going, RolledBack};
 
 impl Driver {
+    /// The client asked for it.
     pub(super) fn roll_back(&mut self, target: &SnapshotTarget) {
+        if let Err((code, message)) = self.begin_rollback(target) {
+            self.fail(Status::RestoreError, code, &message);
+        }
+    }
+
+    /// An attached client hears of it, whoever asked for it.
+    pub(super) fn begin_rollback(&mut self, target: &SnapshotTarget) -> Result<(), (ErrorCode, String)> {
         self.tell(Status::Restoring);
         let (Some(roller), Some(host)) = (&self.roller, &self.saves.host) else {
-            self.fail(Status::RestoreError, ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH);
-            return;
+            return Err((ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH.to_owned()));
         };
-        let to = match (&target.snapshot_id, &target.checkpoint) {
-            (Some(id), None) => id.parse().map(|snapshot_id| ManifestAt::Snapshot { snapshot_id }).map_err(|error| error.to_string()),
-            (None, Some(name)) => {
-                name.parse().map(|name| ManifestAt::Checkpoint { sandbox_id: self.id, name }).map_err(|error| error.to_string())
-            }
-            _ => Err("say either snapshot_id or checkpoint".to_owned()),
-        };
-        let to = match to {
-            Ok(to) => to,
-            Err(why) => {
-                self.fail(Status::RestoreError, ErrorCode::InvalidField, &format!("rollback: {why}. The sandbox goes on as it is."));
-                return;
-            }
-        };
+        let to = place_of(self.id, target)
+            .map_err(|why| (ErrorCode::InvalidField, format!("rollback: {why}. The sandbox goes on as it is.")))?;
         if self.saves.saving.is_some() || self.saves.snapshot.is_some() {
-            self.fail(Status::RestoreError, ErrorCode::NotNow, "The sandbox is being saved. Try again in a moment.");
-            return;
+            return Err((ErrorCode::NotNow, "The sandbox is being saved. Try again in a moment.".to_owned()));
         }
         let keeper = self.saves.kept.as_ref().map(|kept| kept.keeper.clone());
         let going = Going { record: self.record.clone(), host: host.clone(), keeper };
         let answer = roller.roll_back(going, to);
         self.rollback = Some(Box::pin(async move { answer.await.unwrap_or_else(|_| Err("the server is stopping".to_owned())) }));
+        Ok(())
     }
 
     pub(super) fn on_rolled_back(&mut self, rolled: Result<Box<RolledBack>, String>) {
         self.rollback = None;
+        let asked = self.asks.take(What::RollBack);
         let rolled = match rolled {
             Ok(rolled) => *rolled,
             Err(why) => {
                 warn!(why, "could not be rolled back, and goes on as it is");
                 let message = format!("The sandbox could not go back: {why}. It goes on as it is.");
                 self.fail(Status::RestoreError, ErrorCode::RestoreFailed, &message);
+                if let Some(reply) = asked {
+                    let _ = reply.send(Err(Refused::Because(ErrorCode::RestoreFailed, message)));
+                }
                 return;
             }
         };
@@ -63,6 +68,7 @@ impl Driver {
         (self.record, self.reader, self.writer, self.ended) = (record, reader, writer, ended);
         (self.execution, self.next_number) = (execution, next_number);
         (self.kill_deadline, self.link_closed) = (None, None);
+        self.generation.store(self.record.generation, Ordering::Release);
         self.saves.go_on();
         drop(turn);
         let mut update = StatusUpdate::new(Status::Running);
@@ -80,5 +86,17 @@ impl Driver {
             client.begin_again(Grace::UntilPong(Instant::now() + GRACE_AT_MOST));
         }
         self.count_idleness_anew();
+        if let Some(reply) = asked {
+            let _ = reply.send(Ok(Told::RolledBack));
+        }
+    }
+}
+
+/// Where what a sandbox is to go back to lies.
+pub(crate) fn place_of(sandbox_id: SandboxId, target: &SnapshotTarget) -> Result<ManifestAt, String> {
+    match (&target.snapshot_id, &target.checkpoint) {
+        (Some(id), None) => id.parse().map(|snapshot_id| ManifestAt::Snapshot { snapshot_id }).map_err(|error| error.to_string()),
+        (None, Some(name)) => name.parse().map(|name| ManifestAt::Checkpoint { sandbox_id, name }).map_err(|error| error.to_string()),
+        _ => Err("say either snapshot_id or checkpoint".to_owned()),
     }
 }

@@ -28,6 +28,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
+    asks::{Refused, Told, What},
     driver::{Driver, Outcome},
     farewell,
     host::SandboxHost,
@@ -191,12 +192,8 @@ impl Driver {
             self.save(Why::Asked);
             return;
         }
-        let (code, message) = if self.saves.host.is_some() {
-            (ErrorCode::CheckpointNotEnabled, "This sandbox was created without enable_checkpoint. It goes on.")
-        } else {
-            (ErrorCode::CheckpointNotConfigured, NO_CHECKPOINT_PATH)
-        };
-        self.fail(Status::CheckpointError, code, message);
+        let (code, message) = self.not_kept();
+        self.fail(Status::CheckpointError, code, &message);
         self.close_client(CloseCode::Application);
     }
 
@@ -217,6 +214,11 @@ impl Driver {
             Ok(name) => {
                 info!(%name, "saved");
                 self.metrics.saves.inc();
+                if saving.why == Why::Asked
+                    && let Some(reply) = self.asks.take(What::Checkpoint)
+                {
+                    let _ = reply.send(Ok(Told::Checkpoint(name)));
+                }
                 if saving.why.ends_here() {
                     // It is ended by its lease, which says so.
                     self.saves.saving = Some(Saving { why: saving.why, done: Box::pin(std::future::pending()) });
@@ -232,6 +234,9 @@ impl Driver {
                 let message = format!("The sandbox could not be saved: {error}. It goes on, and can be attached again.");
                 self.fail(Status::CheckpointError, ErrorCode::CheckpointFailed, &message);
                 self.close_client(CloseCode::Application);
+                if let Some(reply) = self.asks.take(What::Checkpoint) {
+                    let _ = reply.send(Err(Refused::Because(ErrorCode::CheckpointFailed, message)));
+                }
             }
             Why::Idle => self.count_idleness_anew(),
             Why::Disconnected | Why::Autosave => {}

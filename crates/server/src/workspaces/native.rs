@@ -1,25 +1,31 @@
-//! gVisor's own sandboxes, as the resource API sees them: those that are in this server's memory.
+//! gVisor's own sandboxes, as the resource API sees them: those that are in this server's memory, and those that rest on the volume if they
+//! are asked for by their id.
 
-use std::{fs, sync::Arc, time::Duration};
+mod travel;
+
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use sandboxer_protocol::{
     SandboxId,
     client::{CreateConfig, Request},
 };
+use sandboxer_store::SnapshotId;
 use serde_json::{Map, Value};
 use tokio::{
     sync::{mpsc, watch},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+pub(crate) use self::travel::NativeError;
 
 use crate::{
-    manager::{CreateError, Manager},
+    manager::{CreateError, Handle, Manager},
     sandbox::{
         client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES},
         driver::Attachment,
-        record::Record,
     },
 };
 
@@ -32,6 +38,24 @@ pub(crate) struct NativeSandbox {
     pub(crate) id: SandboxId,
     pub(crate) created_at: jiff::Timestamp,
     pub(crate) metadata: std::collections::BTreeMap<String, String>,
+    /// It runs here, or elsewhere; else it rests on the volume.
+    pub(crate) runs: bool,
+    pub(crate) generation: u64,
+    /// What it was made from.
+    pub(crate) snapshot_id: Option<SnapshotId>,
+}
+
+impl From<&Handle> for NativeSandbox {
+    fn from(handle: &Handle) -> Self {
+        Self {
+            id: handle.id,
+            created_at: handle.created_at,
+            metadata: (*handle.metadata).clone(),
+            runs: true,
+            generation: handle.generation(),
+            snapshot_id: None,
+        }
+    }
 }
 
 /// Why one was not deleted.
@@ -53,33 +77,46 @@ impl Native {
 
     /// Makes one; returns the only copy of its token.
     pub(crate) async fn create(&self, config: CreateConfig, owner: Option<String>) -> Result<(NativeSandbox, String), CreateError> {
-        let metadata = config.metadata.clone().unwrap_or_default();
         let created = self.manager.create(config, owner).await?;
-        let id = created.handle.id;
-        let created_at = self.record(id).map_or_else(jiff::Timestamp::now, |record| record.created_at);
-        Ok((NativeSandbox { id, created_at, metadata }, created.token))
+        Ok((NativeSandbox::from(&created.handle), created.token))
     }
 
     pub(crate) async fn get(&self, id: SandboxId, owner: Option<&str>) -> Option<NativeSandbox> {
-        let record = self.record(id).filter(|record| super::may_see(record.owner.as_deref(), owner))?;
-        self.manager.find(id).await?;
-        Some(NativeSandbox { id, created_at: record.created_at, metadata: record.config.metadata })
+        if let Some(handle) = self.manager.find(id).await {
+            return super::may_see(handle.owner.as_deref(), owner).then(|| NativeSandbox::from(&handle));
+        }
+        let there = match self.manager.on_volume(id, owner).await {
+            Ok(there) => there?,
+            Err(why) => {
+                warn!(why, %id, "what the volume has of a sandbox can't be read");
+                return None;
+            }
+        };
+        let state = &there.about.state;
+        Some(NativeSandbox {
+            id,
+            created_at: state.created_at,
+            metadata: state.config.metadata.clone(),
+            runs: there.held,
+            generation: state.generation,
+            snapshot_id: None,
+        })
     }
 
-    pub(crate) async fn list(&self, owner: Option<&str>) -> Vec<NativeSandbox> {
-        let Ok(entries) = fs::read_dir(self.manager.settings().data_dir.join("sandboxes")) else { return Vec::new() };
-        let ids: Vec<SandboxId> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
-        let mut found = Vec::new();
-        for id in ids {
-            found.extend(self.get(id, owner).await);
-        }
-        found
+    /// One that is in memory, for somebody who may know of it.
+    async fn visible(&self, id: SandboxId, owner: Option<&str>) -> Option<Handle> {
+        self.manager.find(id).await.filter(|handle| super::may_see(handle.owner.as_deref(), owner))
+    }
+
+    pub(crate) fn list(&self, owner: Option<&str>) -> Vec<NativeSandbox> {
+        let mut all = self.manager.all();
+        all.retain(|handle| super::may_see(handle.owner.as_deref(), owner));
+        all.iter().map(NativeSandbox::from).collect()
     }
 
     /// Ends one that nobody is attached to, as a client of it would.
     pub(crate) async fn delete(&self, id: SandboxId, owner: Option<&str>) -> Result<(), NotDeleted> {
-        self.get(id, owner).await.ok_or(NotDeleted::NotFound)?;
-        let handle = self.manager.find(id).await.ok_or(NotDeleted::NotFound)?;
+        let handle = self.visible(id, owner).await.ok_or(NotDeleted::NotFound)?;
         let (to_driver, incoming) = mpsc::channel(INCOMING_REQUESTS);
         let (to_client, mut outgoing) = mpsc::channel(OUTGOING_MESSAGES);
         let (_pong, pongs) = watch::channel(Bytes::new());
@@ -98,11 +135,6 @@ impl Native {
             handle.gone().await;
         };
         timeout(END_WITHIN, ending).await.map_err(|_| NotDeleted::TooLong)
-    }
-
-    fn record(&self, id: SandboxId) -> Option<Record> {
-        let dir = self.manager.settings().data_dir.join("sandboxes").join(id.to_string());
-        Record::read(&dir, id).ok()
     }
 }
 

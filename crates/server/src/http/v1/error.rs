@@ -7,7 +7,7 @@ use axum::{
 use sandboxer_extensions::{ExtensionError, Kind};
 use sandboxer_protocol::client::ErrorCode;
 
-use crate::manager::CreateError;
+use crate::{manager::CreateError, workspaces::NativeError};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ApiError {
@@ -31,6 +31,10 @@ impl ApiError {
 
     pub(super) fn not_found(what: &str) -> Self {
         Self::new(StatusCode::NOT_FOUND, "not_found", format!("There is no such {what}."))
+    }
+
+    pub(super) fn in_use() -> Self {
+        Self::new(StatusCode::CONFLICT, "in_use", "A client is attached to this sandbox. Let it do this, or wait until it has gone.")
     }
 
     pub(super) fn not_offered() -> Self {
@@ -58,14 +62,38 @@ impl From<ExtensionError> for ApiError {
 
 impl From<CreateError> for ApiError {
     fn from(error: CreateError) -> Self {
-        let status = match error.code {
+        Self::coded(error.code, error.message)
+    }
+}
+
+impl From<NativeError> for ApiError {
+    fn from(error: NativeError) -> Self {
+        match error {
+            NativeError::NotFound(what) => Self::not_found(what),
+            NativeError::InUse => Self::in_use(),
+            NativeError::NotReady(how) => {
+                Self::new(StatusCode::CONFLICT, "not_ready", format!("Only a sandbox that is ready can do this, and this one {how}."))
+            }
+            NativeError::Because(code, message) => Self::coded(code, message),
+        }
+    }
+}
+
+impl ApiError {
+    /// What goes wrong with gVisor's own sandboxes has the codes of the WebSocket endpoints.
+    fn coded(code: ErrorCode, message: String) -> Self {
+        let status = match code {
             ErrorCode::RateLimited => StatusCode::TOO_MANY_REQUESTS,
+            ErrorCode::UnknownSnapshot => StatusCode::NOT_FOUND,
+            ErrorCode::NotNow | ErrorCode::ExecutionInProgress => StatusCode::CONFLICT,
             ErrorCode::NoCapacity
             | ErrorCode::NotReady
             | ErrorCode::ServerStopping
             | ErrorCode::ServerRestarting
             | ErrorCode::RuntimeFailed
             | ErrorCode::CheckpointFailed
+            | ErrorCode::SnapshotFailed
+            | ErrorCode::RestoreFailed
             | ErrorCode::Internal => StatusCode::SERVICE_UNAVAILABLE,
             ErrorCode::CheckpointNotConfigured
             | ErrorCode::SnapshotsNotConfigured
@@ -74,7 +102,7 @@ impl From<CreateError> for ApiError {
             | ErrorCode::LimitNotEnforceable => StatusCode::NOT_IMPLEMENTED,
             _ => StatusCode::UNPROCESSABLE_ENTITY,
         };
-        Self::new(status, error.code.as_str(), error.message)
+        Self::new(status, code.as_str(), message)
     }
 }
 

@@ -11,6 +11,7 @@ mod request;
 mod sandboxes;
 mod snapshots;
 mod stubs;
+mod travel;
 
 use std::sync::Arc;
 
@@ -47,6 +48,10 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/sandboxes", get(sandboxes::list).post(sandboxes::create))
         .route("/v1/sandboxes/{id}", get(sandboxes::get).delete(sandboxes::delete))
         .route("/v1/sandboxes/{id}/snapshot", post(snapshots::take))
+        .route("/v1/sandboxes/{id}/checkpoint", post(travel::checkpoint))
+        .route("/v1/sandboxes/{id}/checkpoints", get(travel::checkpoints))
+        .route("/v1/sandboxes/{id}/rollback", post(travel::roll_back))
+        .route("/v1/sandboxes/{id}/fork", post(travel::fork))
         .route("/v1/snapshots", get(snapshots::list))
         .route("/v1/snapshots/{id}", get(snapshots::get).delete(snapshots::delete))
         .route("/v1/snapshots/{id}/restore", post(snapshots::restore))

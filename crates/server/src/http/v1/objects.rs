@@ -4,7 +4,10 @@ use sandboxer_extensions::{Health, SandboxRow, SandboxState, SnapshotRow};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::workspaces::NativeSandbox;
+use crate::{
+    checkpoints::{SavedCheckpoint, SavedSnapshot},
+    workspaces::NativeSandbox,
+};
 
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct SandboxObject {
@@ -22,6 +25,9 @@ pub(super) struct SandboxObject {
     error: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     snapshot_id: Option<String>,
+    /// Rises when a gVisor sandbox goes back, and is another one in every copy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    generation: Option<u64>,
     /// Only when it is made: it is nowhere else.
     #[serde(skip_serializing_if = "Option::is_none")]
     token: Option<String>,
@@ -46,6 +52,7 @@ impl From<SandboxRow> for SandboxObject {
             handle: json!(row.handle),
             error: row.error,
             snapshot_id: row.snapshot_id.map(|id| id.to_string()),
+            generation: None,
             token: None,
         }
     }
@@ -59,13 +66,14 @@ impl SandboxObject {
             profile: "profile.gvisor".to_owned(),
             extension: "ext.gvisor".to_owned(),
             host: "local".to_owned(),
-            status: "ready",
+            status: if sandbox.runs { "ready" } else { "saved" },
             created_at: sandbox.created_at,
             metadata: json!(sandbox.metadata),
             inputs: Value::Object(Map::new()),
             handle: Value::Object(Map::new()),
             error: None,
-            snapshot_id: None,
+            snapshot_id: sandbox.snapshot_id.map(|id| id.to_string()),
+            generation: Some(sandbox.generation),
             token,
         }
     }
@@ -98,4 +106,51 @@ pub(super) fn snapshot(row: SnapshotRow) -> Value {
         fields.remove("owner");
     }
     object
+}
+
+/// A snapshot of a gVisor sandbox. What it holds beside its sandbox is told where that is known: what was written for it, and what was
+/// there already.
+pub(super) fn native_snapshot(snapshot: &SavedSnapshot) -> Value {
+    let about = &snapshot.about;
+    let mut meta = Map::new();
+    if let Some(name) = &about.name {
+        meta.insert("name".to_owned(), json!(name));
+    }
+    for (field, bytes) in [
+        ("raw_bytes", about.raw_bytes),
+        ("written_bytes", about.saving.written_bytes),
+        ("reused_bytes", about.saving.reused_bytes),
+    ] {
+        meta.insert(field.to_owned(), json!(bytes.to_string()));
+    }
+    json!({
+        "id": snapshot.id,
+        "sandbox_id": about.sandbox_id,
+        "profile": "profile.gvisor",
+        "extension": "ext.gvisor",
+        "host": "local",
+        "status": "completed",
+        "created_at": about.created_at,
+        "size_bytes": about.stored_bytes,
+        "meta": meta,
+        "inputs": {},
+        "metadata": about.state.config.metadata,
+    })
+}
+
+pub(super) fn checkpoint(checkpoint: &SavedCheckpoint) -> Value {
+    let about = &checkpoint.about;
+    json!({
+        "name": checkpoint.name,
+        "sandbox_id": about.sandbox_id,
+        "created_at": about.created_at,
+        "parent": about.parent,
+        "automatic": about.automatic,
+        "latest": checkpoint.latest,
+        "generation": about.state.generation,
+        "size_bytes": about.stored_bytes,
+        "raw_bytes": about.raw_bytes,
+        "written_bytes": about.saving.written_bytes,
+        "reused_bytes": about.saving.reused_bytes,
+    })
 }

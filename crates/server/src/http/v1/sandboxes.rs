@@ -71,7 +71,7 @@ pub(super) async fn list(
     Extension(Owner(owner)): Extension<Owner>,
     Query(page): Query<PageQuery>,
 ) -> Result<Json<Value>, ApiError> {
-    let native = api.native.list(owner.as_deref()).await.into_iter().map(|sandbox| SandboxObject::native(sandbox, None));
+    let native = api.native.list(owner.as_deref()).into_iter().map(|sandbox| SandboxObject::native(sandbox, None));
     let others = api.workspaces.sandboxes(owner.as_deref()).await?.into_iter().map(SandboxObject::from);
     let position = |object: &SandboxObject| -> Position { (object.created_at.as_nanosecond(), object.id.clone()) };
     let mut list = page.of(native.chain(others).map(|object| (position(&object), json!(object))).collect())?;
@@ -129,9 +129,7 @@ pub(super) async fn delete(
     match api.native.delete(id, owner.as_deref()).await {
         Ok(()) => return Ok(StatusCode::NO_CONTENT),
         Err(NotDeleted::NotFound) => {}
-        Err(NotDeleted::InUse) => {
-            return Err(ApiError::new(StatusCode::CONFLICT, "in_use", "A client is attached to this sandbox. Let it end the sandbox."));
-        }
+        Err(NotDeleted::InUse) => return Err(ApiError::in_use()),
         Err(NotDeleted::TooLong) => {
             return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_now", "The sandbox does not end. Try again later."));
         }

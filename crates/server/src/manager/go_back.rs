@@ -1,0 +1,131 @@
+//! Going back without running: a sandbox that rests on the volume is given a new checkpoint with old content, from which the next attach
+//! goes on. Nothing newer is deleted, and nothing is changed unless what it goes back to is whole.
+
+use std::{path::PathBuf, sync::Arc};
+
+use sandboxer_protocol::SandboxId;
+use sandboxer_store::{
+    CheckpointName, ManifestAt, SandboxStatus,
+    lease::{Held, Release, Sought},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{Instrument as _, info, info_span, warn};
+
+use super::{
+    ArriveError, Manager,
+    arrive::{not_found, not_held},
+};
+use crate::{
+    checkpoints::{About, Checkpoints, Found},
+    sandbox::record::{RECORD_VERSION, Record, SandboxConfig},
+    workspaces::may_see,
+};
+
+/// A sandbox that is on the volume.
+pub(crate) struct OnVolume {
+    pub(crate) latest: Option<CheckpointName>,
+    /// An instance has it now.
+    pub(crate) held: bool,
+    pub(crate) about: Arc<About>,
+    token_sha256: String,
+}
+
+impl Manager {
+    /// What the volume knows of a sandbox that was saved, for somebody who may know of it.
+    pub(crate) async fn on_volume(&self, id: SandboxId, who: Option<&str>) -> Result<Option<OnVolume>, String> {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
+        let stored = checkpoints.look(id).await.map_err(|error| error.to_string())?;
+        let Some(stored) = stored.filter(|stored| stored.record.tombstone.is_none()) else { return Ok(None) };
+        let (latest, held) = (stored.record.latest, stored.record.owner.is_some());
+        let Some(about) = newest_readable(checkpoints, id, latest).await? else { return Ok(None) };
+        let token_sha256 = Checkpoints::token_sha256(&stored).to_owned();
+        Ok(may_see(about.state.owner.as_deref(), who).then_some(OnVolume { latest, held, about, token_sha256 }))
+    }
+
+    /// Lets a sandbox that is not in memory go on from something else that was saved. Runs to its end even if nobody waits for it.
+    pub(crate) async fn go_back(self: &Arc<Self>, id: SandboxId, to: ManifestAt, who: Option<String>) -> Result<(), ArriveError> {
+        let manager = Arc::clone(self);
+        let going = async move { manager.go_back_to(id, to, who.as_deref()).await };
+        let going = self.drivers.spawn(going.instrument(info_span!(parent: None, "sandbox", %id)));
+        going.await.unwrap_or_else(|_| Err(ArriveError::Failed("Going back failed. Try again.".to_owned())))
+    }
+
+    async fn go_back_to(&self, id: SandboxId, to: ManifestAt, who: Option<&str>) -> Result<(), ArriveError> {
+        let Some(checkpoints) = self.checkpoints.clone() else { return Err(not_found()) };
+        let turn = self.turn(id);
+        let _turn = turn.acquire().await;
+        if self.find(id).await.is_some() {
+            return Err(ArriveError::InUse);
+        }
+        let there = self.on_volume(id, who).await.map_err(ArriveError::Failed)?.ok_or_else(not_found)?;
+        let owner = there.about.state.owner.as_deref();
+        let found = checkpoints.find_for(to, &self.images, |of| of == owner).await.map_err(ArriveError::Failed)?;
+        let found = found.ok_or_else(|| ArriveError::Failed("There is no such snapshot or checkpoint.".to_owned()))?;
+        // What is broken is found out now, and not when somebody attaches.
+        let _files = checkpoints.bring(&found).await.map_err(ArriveError::Failed)?;
+        let held = match checkpoints.leases.seek(id, &CancellationToken::new()).await {
+            Sought::Held(held) => held,
+            other => return Err(not_held(&other)),
+        };
+        match publish(&checkpoints, id, &held, &there, found).await {
+            Ok(name) => info!(%name, %to, "went back while it rests"),
+            Err(why) => {
+                // It is as it was.
+                let _ = held.lease.release_untouched().await;
+                return Err(ArriveError::Failed(why));
+            }
+        }
+        self.metrics.rollbacks.inc();
+        // Its next client is told that it was rewound: what it had seen may not be so.
+        if let Err(error) = held.lease.release(Release::Anyone).await {
+            warn!(%error, "it went back, and could not be given up: it can be had when its lease runs out");
+        }
+        Ok(())
+    }
+}
+
+/// The new checkpoint counts when this succeeds.
+async fn publish(
+    checkpoints: &Arc<Checkpoints>,
+    id: SandboxId,
+    held: &Held,
+    there: &OnVolume,
+    found: Found,
+) -> Result<CheckpointName, String> {
+    let Found { state, manifest, .. } = found;
+    // Whoever had it may have saved it once more.
+    let latest = held.lease.latest();
+    let now = newest_readable(checkpoints, id, latest).await?;
+    let now = &now.as_ref().unwrap_or(&there.about).state;
+    let record = Record {
+        version: RECORD_VERSION,
+        id,
+        created_at: now.created_at,
+        token_sha256: there.token_sha256.clone(),
+        marker: state.marker,
+        image: PathBuf::from(manifest.contract().map(|contract| contract.image.to_string()).unwrap_or_default()),
+        owner: now.owner.clone(),
+        idle_since: None,
+        config: SandboxConfig { limits: state.config.limits, ..now.config.clone() },
+        epoch: Some(held.lease.epoch()),
+        // Who brings it back adds the epoch, so that no two histories have the same.
+        generation: now.generation.max(state.generation),
+        container: None,
+        standby: false,
+    };
+    let name = checkpoints.again(&manifest, &record, latest).await.map_err(|error| error.whole())?;
+    held.lease.publish(name).await.map_err(|error| error.to_string())?;
+    if let Err(error) = checkpoints.describe(&record, SandboxStatus::Checkpointed, Some(name)).await {
+        warn!(error = error.whole(), "the checkpoint counts, but its copies on the volume are out of date");
+    }
+    Ok(name)
+}
+
+/// What the newest checkpoint says that can be read: going back is how a damaged one is left behind.
+async fn newest_readable(checkpoints: &Checkpoints, id: SandboxId, latest: Option<CheckpointName>) -> Result<Option<Arc<About>>, String> {
+    let Some(name) = latest else { return Ok(None) };
+    match checkpoints.about(ManifestAt::Checkpoint { sandbox_id: id, name }).await {
+        Ok(Some(about)) => Ok(Some(Arc::new(about))),
+        Ok(None) | Err(_) => Ok(checkpoints.checkpoints(id, latest).await?.pop().map(|newest| newest.about)),
+    }
+}

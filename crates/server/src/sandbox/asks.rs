@@ -1,0 +1,151 @@
+//! What the resource API asks of a sandbox, whether or not a client is attached: a snapshot, a checkpoint, going back.
+//!
+//! One after the other, and none while the sandbox is being saved for another reason: who asks waits for that.
+
+use std::collections::VecDeque;
+
+use sandboxer_protocol::client::{ErrorCode, SnapshotTarget};
+use sandboxer_store::{CheckpointName, Manifest};
+use tokio::sync::oneshot;
+
+use super::{
+    Execution,
+    driver::Driver,
+    saving::{NO_CHECKPOINT_PATH, Why},
+};
+
+/// More that wait are refused.
+const MAX_WAITING: usize = 8;
+
+#[derive(Debug)]
+pub(crate) enum Ask {
+    Snapshot {
+        name: Option<String>,
+    },
+    /// It is saved and no longer runs here.
+    Checkpoint {
+        include_execution: bool,
+    },
+    RollBack(SnapshotTarget),
+}
+
+/// What was done.
+#[derive(Debug)]
+pub(crate) enum Told {
+    Snapshot(Box<Manifest>),
+    Checkpoint(CheckpointName),
+    RolledBack,
+}
+
+/// Why not. The sandbox goes on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// A client is attached, and keeps it.
+    InUse,
+    Because(ErrorCode, String),
+}
+
+pub(crate) type Reply = oneshot::Sender<Result<Told, Refused>>;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum What {
+    Snapshot,
+    Checkpoint,
+    RollBack,
+}
+
+#[derive(Default)]
+pub(super) struct Asks {
+    waiting: VecDeque<(Ask, Reply)>,
+    /// What an attached client would keep from being done, while that is asked for a sign of life.
+    knocking: Option<(Ask, Reply)>,
+    under_way: Option<(What, Reply)>,
+}
+
+impl Asks {
+    /// Who asked for what has just come to its end.
+    pub(super) fn take(&mut self, what: What) -> Option<Reply> {
+        self.under_way.take_if(|(under_way, _)| *under_way == what).map(|(_, reply)| reply)
+    }
+
+    /// The attached client lives.
+    pub(super) fn turn_away(&mut self) {
+        if let Some((_, reply)) = self.knocking.take() {
+            let _ = reply.send(Err(Refused::InUse));
+        }
+    }
+
+    /// Nobody is attached any longer.
+    pub(super) fn let_in(&mut self) {
+        self.waiting.extend(self.knocking.take());
+    }
+}
+
+impl Driver {
+    pub(super) fn on_ask(&mut self, ask: Ask, reply: Reply) {
+        if self.asks.waiting.len() >= MAX_WAITING {
+            let message = "Too many requests wait for this sandbox. Try again later.";
+            // Nobody waits for an answer any longer if this fails.
+            let _ = reply.send(Err(Refused::Because(ErrorCode::RateLimited, message.to_owned())));
+            return;
+        }
+        self.asks.waiting.push_back((ask, reply));
+    }
+
+    /// Begins what was asked for, if this is the moment.
+    pub(super) fn take_ask(&mut self) {
+        let busy = self.saves.saving.is_some() || self.saves.snapshot.is_some() || self.rollback.is_some();
+        if busy || !self.saves.may_serve() || !self.saves.may_act() {
+            return;
+        }
+        while let Some((ask, reply)) = self.asks.waiting.pop_front() {
+            if reply.is_closed() {
+                continue;
+            }
+            let keeps = matches!(ask, Ask::Checkpoint { .. }) && self.saves.kept.is_some() && self.client.is_some();
+            if keeps && self.asks.knocking.is_none() {
+                self.asks.knocking = Some((ask, reply));
+                self.knock();
+                continue;
+            }
+            match self.begin_ask(ask) {
+                Ok(what) => {
+                    self.asks.under_way = Some((what, reply));
+                    return;
+                }
+                Err(refused) => drop(reply.send(Err(refused))),
+            }
+        }
+    }
+
+    fn begin_ask(&mut self, ask: Ask) -> Result<What, Refused> {
+        let because = |(code, message)| Refused::Because(code, message);
+        match ask {
+            Ask::Snapshot { name } => self.begin_snapshot(name).map(|()| What::Snapshot).map_err(because),
+            Ask::Checkpoint { include_execution } => {
+                if self.saves.kept.is_none() {
+                    return Err(because(self.not_kept()));
+                }
+                if self.client.is_some() {
+                    return Err(Refused::InUse);
+                }
+                if !include_execution && self.execution.as_ref().is_some_and(Execution::is_live) {
+                    let message = "Cannot checkpoint while an execution is in progress. Say include_execution to save it too.";
+                    return Err(Refused::Because(ErrorCode::ExecutionInProgress, message.to_owned()));
+                }
+                self.save(Why::Asked);
+                Ok(What::Checkpoint)
+            }
+            Ask::RollBack(target) => self.begin_rollback(&target).map(|()| What::RollBack).map_err(because),
+        }
+    }
+
+    /// Why it can't be checkpointed.
+    pub(super) fn not_kept(&self) -> (ErrorCode, String) {
+        if self.saves.host.is_some() {
+            (ErrorCode::CheckpointNotEnabled, "This sandbox was created without enable_checkpoint. It goes on.".to_owned())
+        } else {
+            (ErrorCode::CheckpointNotConfigured, NO_CHECKPOINT_PATH.to_owned())
+        }
+    }
+}
