@@ -9,6 +9,7 @@ mod image;
 mod run;
 mod serve;
 mod store;
+mod travel;
 mod workspaces;
 
 use std::process::ExitCode;
@@ -41,11 +42,19 @@ enum Command {
     /// Remove a sandbox
     Rm(workspaces::RemoveArgs),
     /// Save the state of a sandbox, which goes on, and print the snapshot's id
-    Snapshot(workspaces::OneArgs),
+    Snapshot(travel::SnapshotArgs),
     /// Make a new sandbox from a snapshot, and print its id
     Restore(workspaces::RestoreArgs),
     /// List, show and delete snapshots
     Snapshots(workspaces::SnapshotsArgs),
+    /// Save a sandbox on the server's volume and end it here: who attaches to it goes on from there
+    Checkpoint(travel::CheckpointArgs),
+    /// List the checkpoints of a sandbox
+    Checkpoints(travel::CheckpointsArgs),
+    /// Let a sandbox go back to a snapshot or to one of its checkpoints, whether it runs or not
+    Rollback(travel::RollbackArgs),
+    /// Make copies of a sandbox, of one of its checkpoints or of a snapshot, and print their ids
+    Fork(travel::ForkArgs),
     /// List, show and check profiles: what kinds of sandboxes there are
     Profiles(workspaces::ProfilesArgs),
     /// For those who write an extension
@@ -74,7 +83,11 @@ fn main() -> ExitCode {
         Command::Ls(args) => workspaces::ls(&args),
         Command::Get(args) => workspaces::get(&args),
         Command::Rm(args) => workspaces::rm(&args),
-        Command::Snapshot(args) => workspaces::snapshot(&args),
+        Command::Snapshot(args) => travel::snapshot(&args),
+        Command::Checkpoint(args) => travel::checkpoint(&args),
+        Command::Checkpoints(args) => travel::checkpoints(&args),
+        Command::Rollback(args) => travel::rollback(&args),
+        Command::Fork(args) => travel::fork(&args),
         Command::Restore(args) => workspaces::restore(&args),
         Command::Snapshots(args) => workspaces::snapshots(&args),
         Command::Profiles(args) => workspaces::profiles(&args),

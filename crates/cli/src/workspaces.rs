@@ -1,4 +1,4 @@
-//! `create`, `ls`, `get`, `rm`, `snapshot`, `restore`, `snapshots` and `profiles list|get`: the resource API, as commands.
+//! `create`, `ls`, `get`, `rm`, `restore`, `snapshots` and `profiles list|get`: the resource API, as commands.
 
 use std::{
     io::{self, IsTerminal as _, Write as _},
@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow};
 use clap::Subcommand;
-use sandboxer_client::{Api, Connection, Error};
+use sandboxer_client::{Answer, Api, Connection, Error};
 use sandboxer_extensions::Profile;
 use serde_json::{Map, Value, json};
 
@@ -154,21 +154,33 @@ fn texts(pairs: &[(String, String)]) -> Map<String, Value> {
 }
 
 /// Ids go into a path, so only what can be one gets there.
-fn id(text: &str) -> Result<&str> {
+pub(crate) fn id(text: &str) -> Result<&str> {
     let good = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte));
     if good { Ok(text) } else { Err(anyhow!("{text:?} is no id")) }
 }
 
 impl Ask {
-    fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value> {
+    pub(crate) fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value> {
+        self.answer(method, path, body)?.ok().map_err(|message| anyhow!("{message}"))
+    }
+
+    /// Whether the server has this.
+    pub(crate) fn is_there(&self, path: &str) -> Result<bool> {
+        let answer = self.answer("GET", path, None)?;
+        if answer.status == 404 {
+            return Ok(false);
+        }
+        answer.ok().map(|_| true).map_err(|message| anyhow!("{message}"))
+    }
+
+    fn answer(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
         let mut connection = Connection::default();
         if let Some(key) = &self.api_key {
             connection = connection.api_key(key);
         }
         let api = Api::new(&self.server, &connection)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let answer = runtime.block_on(api.request(method, path, body)).map_err(|error| self.explain(error))?;
-        answer.ok().map_err(|message| anyhow!("{message}"))
+        runtime.block_on(api.request(method, path, body)).map_err(|error| self.explain(error))
     }
 
     fn explain(&self, error: Error) -> anyhow::Error {
@@ -183,7 +195,7 @@ impl Ask {
     }
 
     /// All pages as one list.
-    fn list(&self, path: &str) -> Result<Value> {
+    pub(crate) fn list(&self, path: &str) -> Result<Value> {
         let mut items = Vec::new();
         let mut cursor = String::new();
         loop {
@@ -199,7 +211,7 @@ impl Ask {
         }
     }
 
-    fn print(&self, value: &Value, human: impl FnOnce(&Value) -> String) -> Result<ExitCode> {
+    pub(crate) fn print(&self, value: &Value, human: impl FnOnce(&Value) -> String) -> Result<ExitCode> {
         let text = if self.json { format!("{value}\n") } else { human(value) };
         match io::stdout().write_all(text.as_bytes()) {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("write to the standard output"),
@@ -235,11 +247,6 @@ pub(crate) fn get(args: &OneArgs) -> Result<ExitCode> {
 pub(crate) fn rm(args: &RemoveArgs) -> Result<ExitCode> {
     args.ask.ask("DELETE", &format!("/v1/sandboxes/{}?force={}", id(&args.id)?, args.force), None)?;
     Ok(ExitCode::SUCCESS)
-}
-
-pub(crate) fn snapshot(args: &OneArgs) -> Result<ExitCode> {
-    let made = args.ask.ask("POST", &format!("/v1/sandboxes/{}/snapshot", id(&args.id)?), Some(&json!({})))?;
-    args.ask.print(&made, |made| format!("{}\n", text(made, "id")))
 }
 
 pub(crate) fn restore(args: &RestoreArgs) -> Result<ExitCode> {
@@ -307,7 +314,7 @@ pub(crate) fn profiles(args: &ProfilesArgs) -> Result<ExitCode> {
     }
 }
 
-fn text<'a>(object: &'a Value, field: &str) -> &'a str {
+pub(crate) fn text<'a>(object: &'a Value, field: &str) -> &'a str {
     object[field].as_str().unwrap_or_default()
 }
 
@@ -325,7 +332,7 @@ fn details(object: &Value) -> String {
     object.as_object().into_iter().flatten().map(|(name, value)| format!("{name}: {}\n", plain(value))).collect()
 }
 
-fn table(heads: &[&str], list: &Value, fields: &[&str]) -> String {
+pub(crate) fn table(heads: &[&str], list: &Value, fields: &[&str]) -> String {
     let mut rows: Vec<Vec<String>> =
         list["items"].as_array().into_iter().flatten().map(|item| fields.iter().map(|field| plain(&item[*field])).collect()).collect();
     if io::stdout().is_terminal() || !rows.is_empty() {

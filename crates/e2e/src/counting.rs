@@ -93,6 +93,11 @@ impl Counting {
     /// Goes back, and on from where the sandbox says it is.
     pub async fn roll_back(&mut self, to: Value) -> Value {
         self.ws.send(to).await;
+        self.rolled_back().await
+    }
+
+    /// The same where somebody else has asked for it.
+    pub async fn rolled_back(&mut self) -> Value {
         assert_eq!(self.status().await["status"], "SANDBOX_RESTORING");
         let running = self.status().await;
         assert_eq!((&running["status"], &running["rewound"]), (&json!("SANDBOX_RUNNING"), &json!(true)), "{running}");

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::{collections::BTreeSet, fs};
+use std::{collections::BTreeSet, fs, time::Duration};
 
 use futures_util::future::join_all;
 use sandboxer_e2e::{Counting, DEADLINE, FailPoints, Server, Volume, Ws, count, eventually, host, http};
@@ -152,10 +152,20 @@ async fn a_sandbox_is_copied_as_it_is_as_it_was_and_when_it_rests() {
     let _ = ws.bash("echo old > f").await.ok();
     let path = format!("/v1/sandboxes/{sandbox}");
     let fork = format!("{path}/fork");
-    a.refuses(None, "POST", &format!("{path}/checkpoint"), &json!({}), 409, "in_use");
+    // A client that answers keeps it.
+    let (address, checkpoint) = (a.address(), format!("{path}/checkpoint"));
+    let asking = tokio::task::spawn_blocking(move || http::json(address, "POST", &checkpoint, &[], &json!({})).unwrap());
+    while !asking.is_finished() {
+        assert_eq!(ws.incoming_within(Duration::from_millis(20)).await, None);
+    }
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status, &answer.json()["error"]["code"]), (409, &json!("in_use")), "{}", answer.body);
     ws.close().await;
     let checkpoint = a.made(None, &format!("{path}/checkpoint"), &json!({}));
-    assert_eq!((&checkpoint["sandbox_id"], &checkpoint["latest"], &checkpoint["automatic"]), (&json!(sandbox), &json!(true), &json!(false)));
+    assert_eq!(
+        (&checkpoint["sandbox_id"], &checkpoint["latest"], &checkpoint["automatic"]),
+        (&json!(sandbox), &json!(true), &json!(false))
+    );
     assert_eq!(a.found(None, &path)["status"], "saved");
     a.refuses(None, "POST", &format!("{path}/checkpoint"), &json!({}), 409, "not_ready");
     a.refuses(None, "POST", &format!("{path}/snapshot"), &json!({}), 409, "not_ready");
@@ -173,7 +183,9 @@ async fn a_sandbox_is_copied_as_it_is_as_it_was_and_when_it_rests() {
         assert_eq!(Ws::attach(server, id(copy)).await.bash("cat f").await.ok(), content);
     }
     ws.expect_alive().await;
-    for body in [json!({"count": 0}), json!({"count": 101}), json!({"count": "2"}), json!({"checkpoint": "checkpoint_x"}), json!({"nmae": 1})] {
+    for body in
+        [json!({"count": 0}), json!({"count": 101}), json!({"count": "2"}), json!({"checkpoint": "checkpoint_x"}), json!({"nmae": 1})]
+    {
         a.refuses(None, "POST", &fork, &body, 422, "invalid_field");
     }
     a.refuses(None, "POST", &fork, &json!({"checkpoint": "checkpoint_1.img"}), 404, "not_found");

@@ -4,8 +4,8 @@
 
 use std::fs;
 
-use sandboxer_e2e::{Counting, DEADLINE, Volume, Ws, count, eventually};
-use serde_json::json;
+use sandboxer_e2e::{Counting, DEADLINE, Server, Volume, Ws, command, count, eventually, host, stderr_of, stdout_of};
+use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_snapshot_leaves_the_program_running_and_the_sandbox_goes_back_to_it() {
@@ -125,6 +125,15 @@ async fn a_rollback_that_fails_leaves_the_sandbox_unharmed() {
     counting.expect_count(3).await;
 }
 
+/// Directories of sandboxes, what runsc knows of containers, mounts, cgroups of this server's: how many.
+fn held(server: &Server) -> [usize; 4] {
+    let entries =
+        |dir: &str| fs::read_dir(server.data_dir().join(dir)).unwrap().map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>();
+    let containers = entries("sandboxes");
+    let ids = containers.iter().map(|name| name.to_str().unwrap().to_owned()).collect();
+    [containers.len(), entries("runsc").len(), host::mounts_under(server.data_dir()).len(), host::cgroups_of_any(&ids).len()]
+}
+
 #[tokio::test]
 async fn going_back_and_forth_leaves_nothing_behind() {
     let volume = Volume::default();
@@ -134,7 +143,7 @@ async fn going_back_and_forth_leaves_nothing_behind() {
     let one = counting.snapshot(None).await;
     counting.expect_count(2).await;
     let two = counting.snapshot(None).await;
-    let alone = server.sandbox_processes().len();
+    let (alone, held) = (server.sandbox_processes().len(), held(&server));
     for round in 0..count(3, 25) {
         let first = counting.roll_back(json!({"action": "rollback", "snapshot_id": one})).await;
         counting.expect_count(2).await;
@@ -142,10 +151,7 @@ async fn going_back_and_forth_leaves_nothing_behind() {
         counting.expect_count(3).await;
         assert_eq!((&first["generation"], &second["generation"]), (&json!(2 * round + 1), &json!(2 * round + 2)));
     }
-    eventually("those left behind are gone", DEADLINE, || {
-        server.sandbox_processes().len() <= alone && fs::read_dir(server.data_dir().join("sandboxes")).unwrap().count() == 1
-    })
-    .await;
+    eventually("those left behind are gone", DEADLINE, || server.sandbox_processes().len() <= alone && self::held(&server) == held).await;
     volume.verify();
 }
 
@@ -182,4 +188,107 @@ async fn a_sandbox_that_saves_itself_loses_little_when_everything_burns_down() {
     ws.expect_status("SANDBOX_CREATION_ERROR").await;
     ws.expect_error("checkpoint_not_enabled").await;
     ws.expect_close(4000).await;
+}
+
+#[tokio::test]
+async fn a_sandbox_that_does_not_run_goes_back_and_its_next_client_is_told() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let mut ws = Ws::create_kept(&a).await;
+    let _ = ws.bash("echo old > f").await.ok();
+    let id = ws.checkpoint().await;
+    let path = format!("/v1/sandboxes/{id}");
+    let names = |server: &Server| -> Vec<String> {
+        let list = server.found(None, &format!("{path}/checkpoints"));
+        let items = list["items"].as_array().unwrap();
+        assert!(items.iter().rev().skip(1).all(|item| item["latest"] == false) && items.last().unwrap()["latest"] == true, "{list}");
+        items.iter().map(|item| item["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let old = names(&a).pop().unwrap();
+    let (mut ws, _) = Ws::restore(&a, &id).await;
+    let _ = ws.bash("echo new > f").await.ok();
+    ws.checkpoint().await;
+    let before = names(&b);
+    let new = before.last().unwrap().clone();
+
+    let back = b.made(None, &format!("{path}/rollback"), &json!({"checkpoint": old}));
+    assert_eq!((&back["id"], &back["status"]), (&json!(id), &json!("saved")), "{back}");
+    let after = names(&a);
+    assert!(after.starts_with(&before) && after.len() == before.len() + 1, "nothing newer is deleted: {before:?} {after:?}");
+    let (mut ws, running) = Ws::restore(&a, &id).await;
+    assert_eq!(running["rewound"], true, "{running}");
+    let generation = running["generation"].as_u64().unwrap();
+    assert_eq!(ws.bash("cat f /run/sandboxer/generation").await.ok(), format!("old\n{generation}\n"));
+    ws.checkpoint().await;
+
+    // This is how one that can't be restored any longer is left behind.
+    let damaged = volume.latest(&id);
+    let mut bytes = fs::read(&damaged).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&damaged, bytes).unwrap();
+    Ws::expect_restore_error(&b, &id).await;
+    b.refuses(None, "POST", &format!("{path}/rollback"), &json!({"checkpoint": "checkpoint_1.img"}), 404, "not_found");
+    let _ = b.made(None, &format!("{path}/rollback"), &json!({"checkpoint": new}));
+    let (mut ws, running) = Ws::restore(&b, &id).await;
+    assert!(running["rewound"] == true && running["generation"].as_u64().unwrap() > generation, "{running}");
+    assert_eq!(ws.bash("cat f").await.ok(), "new\n");
+}
+
+fn sandboxer(server: &Server, arguments: &[&str]) -> String {
+    let output = command().args(arguments).args(["--server", &format!("http://{}", server.address())]).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", stderr_of(&output));
+    stdout_of(&output)
+}
+
+#[tokio::test]
+async fn commands_save_go_back_and_copy_while_a_client_is_attached_or_none() {
+    let volume = Volume::default();
+    let server = volume.serve();
+    let ws = Ws::create_kept(&server).await;
+    let id = ws.sandbox_id.clone();
+    let mut counting = Counting::start(ws).await;
+    counting.expect_count(1).await;
+    let one = sandboxer(&server, &["snapshot", &id, "--name", "one"]).trim().to_owned();
+    counting.expect_count(2).await;
+    let told: Value = serde_json::from_str(&sandboxer(&server, &["snapshots", "get", &one, "--json"])).unwrap();
+    assert_eq!((&told["sandbox_id"], &told["meta"]["name"], &told["status"]), (&json!(id), &json!("one"), &json!("completed")), "{told}");
+    let bytes = |value: &Value| value.as_str().unwrap().parse::<u64>().unwrap();
+    assert!(bytes(&told["meta"]["raw_bytes"]) >= bytes(&told["meta"]["reused_bytes"]) && told["size_bytes"].as_u64() > Some(0), "{told}");
+
+    // The client hears of it, as if it had asked for it itself.
+    let asked = (server.address(), id.clone(), one.clone());
+    let rolling = tokio::task::spawn_blocking(move || {
+        let server = format!("http://{}", asked.0);
+        command().args(["rollback", &asked.1, &asked.2, "--server", &server]).output().unwrap()
+    });
+    let running = counting.rolled_back().await;
+    assert_eq!(running["generation"], 1);
+    let output = rolling.await.unwrap();
+    assert_eq!(stdout_of(&output), format!("{id} ready generation 1\n"), "{}", stderr_of(&output));
+    counting.expect_count(2).await;
+    let mut ws = counting.stop().await;
+    assert_eq!(ws.bash("cat /root/count").await.ok(), "xx");
+    ws.close().await;
+    // Who attaches later is told which history it is.
+    let mut ws = Ws::open(&server, &format!("/attach/{id}")).await;
+    assert_eq!(ws.expect_status("SANDBOX_RUNNING").await["generation"], 1);
+    ws.close().await;
+
+    let copies = sandboxer(&server, &["fork", &one, "--count", "2"]);
+    let copy = sandboxer(&server, &["fork", &id]);
+    assert_eq!((copies.lines().count(), copy.lines().count()), (2, 1));
+    let saved = sandboxer(&server, &["checkpoint", &id]);
+    assert!(sandboxer(&server, &["checkpoints", &id]).contains(saved.trim()));
+    assert!(sandboxer(&server, &["get", &id]).contains("status: saved"));
+    let was = sandboxer(&server, &["fork", &id, "--checkpoint", saved.trim()]);
+    assert!(sandboxer(&server, &["rollback", &id, &one]).starts_with(&format!("{id} saved")));
+    let list = sandboxer(&server, &["ls"]);
+    for line in copies.lines().chain(copy.lines()).chain(was.lines()) {
+        assert!(list.contains(line), "{line} is not among\n{list}");
+    }
+    sandboxer(&server, &["snapshots", "delete", &one]);
+    assert_eq!(sandboxer(&server, &["snapshots", "list"]), "");
+    let output = command().args(["fork", &one, "--server", &format!("http://{}", server.address())]).output().unwrap();
+    assert!(!output.status.success() && stderr_of(&output).contains("There is no such sandbox"), "{}", stderr_of(&output));
 }

@@ -32,11 +32,11 @@ use tracing::{debug, warn};
 
 pub(crate) use self::catalogue::{About, SavedCheckpoint, SavedSnapshot};
 pub use self::facts::Facts;
+pub(crate) use self::state::SavedState;
 use self::{
     catalogue::{Known, Saving},
     images::StoredImages,
 };
-pub(crate) use self::state::SavedState;
 use crate::{images::Images, sandbox::record::Record};
 
 /// Where the hash of a sandbox's token is kept on the volume.

@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use sandboxer_protocol::client::{ErrorCode, SnapshotTarget};
-use sandboxer_store::{CheckpointName, Manifest};
+use sandboxer_store::Manifest;
 use tokio::sync::oneshot;
 
 use super::{
@@ -33,7 +33,8 @@ pub(crate) enum Ask {
 #[derive(Debug)]
 pub(crate) enum Told {
     Snapshot(Box<Manifest>),
-    Checkpoint(CheckpointName),
+    /// Its record says which.
+    Checkpointed,
     RolledBack,
 }
 

@@ -825,6 +825,9 @@ impl Driver {
         let mut client = self.client.take();
         if let Outcome::Checkpointed { .. } | Outcome::HandedOver = outcome {
             // It counts, and nothing of it here does.
+            if let Some(reply) = self.asks.take(asks::What::Checkpoint) {
+                let _ = reply.send(Ok(asks::Told::Checkpointed));
+            }
             tell(client.as_mut(), farewell::after(&outcome)).await;
             client = None;
         }

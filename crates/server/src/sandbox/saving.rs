@@ -28,7 +28,7 @@ use tokio::{
 use tracing::{info, warn};
 
 use super::{
-    asks::{Refused, Told, What},
+    asks::{Refused, What},
     driver::{Driver, Outcome},
     farewell,
     host::SandboxHost,
@@ -214,11 +214,6 @@ impl Driver {
             Ok(name) => {
                 info!(%name, "saved");
                 self.metrics.saves.inc();
-                if saving.why == Why::Asked
-                    && let Some(reply) = self.asks.take(What::Checkpoint)
-                {
-                    let _ = reply.send(Ok(Told::Checkpoint(name)));
-                }
                 if saving.why.ends_here() {
                     // It is ended by its lease, which says so.
                     self.saves.saving = Some(Saving { why: saving.why, done: Box::pin(std::future::pending()) });

@@ -116,11 +116,9 @@ pub(super) fn native_snapshot(snapshot: &SavedSnapshot) -> Value {
     if let Some(name) = &about.name {
         meta.insert("name".to_owned(), json!(name));
     }
-    for (field, bytes) in [
-        ("raw_bytes", about.raw_bytes),
-        ("written_bytes", about.saving.written_bytes),
-        ("reused_bytes", about.saving.reused_bytes),
-    ] {
+    for (field, bytes) in
+        [("raw_bytes", about.raw_bytes), ("written_bytes", about.saving.written_bytes), ("reused_bytes", about.saving.reused_bytes)]
+    {
         meta.insert(field.to_owned(), json!(bytes.to_string()));
     }
     json!({

@@ -57,12 +57,7 @@ const RESTS: &str = "does not run here";
 
 impl Native {
     /// A snapshot of one that runs, and goes on.
-    pub(crate) async fn take_snapshot(
-        &self,
-        id: SandboxId,
-        who: Option<&str>,
-        name: Option<String>,
-    ) -> Result<SavedSnapshot, NativeError> {
+    pub(crate) async fn take_snapshot(&self, id: SandboxId, who: Option<&str>, name: Option<String>) -> Result<SavedSnapshot, NativeError> {
         let handle = self.running(id, who).await?;
         match handle.ask(Ask::Snapshot { name }).await {
             Some(Ok(Told::Snapshot(manifest))) => {
@@ -85,11 +80,10 @@ impl Native {
     ) -> Result<SavedCheckpoint, NativeError> {
         let handle = self.running(id, who).await?;
         match handle.ask(Ask::Checkpoint { include_execution }).await {
-            Some(Ok(Told::Checkpoint(name))) => {
+            Some(Ok(Told::Checkpointed)) => {
                 handle.gone().await;
-                let about = self.kept()?.about(ManifestAt::Checkpoint { sandbox_id: id, name }).await.map_err(unreadable)?;
-                let about = about.ok_or_else(|| unreadable("the checkpoint is gone again".to_owned()))?;
-                Ok(SavedCheckpoint { name, latest: true, about: about.into() })
+                let newest = self.checkpoints(id, who).await?.pop();
+                newest.ok_or_else(|| unreadable("the checkpoint is gone again".to_owned()))
             }
             Some(Ok(_)) => Err(internal("something else was done".to_owned())),
             Some(Err(refused)) => Err(refused.into()),
@@ -151,7 +145,12 @@ impl Native {
     }
 
     /// Makes new sandboxes from something saved: all of them, or none. Each comes with the only copy of its token.
-    pub(crate) async fn fork(&self, from: ManifestAt, count: usize, who: Option<String>) -> Result<Vec<(NativeSandbox, String)>, NativeError> {
+    pub(crate) async fn fork(
+        &self,
+        from: ManifestAt,
+        count: usize,
+        who: Option<String>,
+    ) -> Result<Vec<(NativeSandbox, String)>, NativeError> {
         if !(1..=MAX_COUNT).contains(&count) {
             return Err(NativeError::Because(ErrorCode::InvalidField, format!("count: 1 to {MAX_COUNT}.")));
         }
