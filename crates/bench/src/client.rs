@@ -151,6 +151,24 @@ impl Client {
         Ok(taken)
     }
 
+    /// A snapshot of the sandbox, which goes on. Returns its id.
+    pub(crate) async fn snapshot(&mut self) -> Result<String> {
+        self.send(&json!({"action": "snapshot"})).await?;
+        loop {
+            let message = self.other().await?;
+            if let Some(id) = message["snapshot_id"].as_str() {
+                return Ok(id.to_owned());
+            }
+        }
+    }
+
+    /// Ends a sandbox.
+    pub(crate) async fn end(address: SocketAddr, sandbox_id: &str) -> Result<()> {
+        let mut client = Self::connect(address, &format!("/attach/{sandbox_id}")).await?;
+        while client.other().await?["status"] != "SANDBOX_RUNNING" {}
+        client.kill().await
+    }
+
     /// Goes away.
     pub(crate) async fn leave(mut self) -> Result<()> {
         timeout(CLOSE_LIMIT, self.socket.close(None)).await.context("the server does not close")?.ok();

@@ -13,6 +13,7 @@
 
 mod bare;
 mod client;
+mod forks;
 mod leftovers;
 mod machine;
 mod memory;

@@ -5,10 +5,12 @@ use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     process::Stdio,
+    sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use futures_util::future::try_join_all;
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
     sys::{
@@ -59,7 +61,7 @@ pub(crate) struct Raw {
     state: PathBuf,
     home: PathBuf,
     image: PathBuf,
-    next: u32,
+    next: AtomicU32,
 }
 
 /// A sandbox that answered.
@@ -76,7 +78,7 @@ impl Raw {
         let state = home.join("state");
         fs::create_dir_all(&state)?;
         let runsc = Runsc::new(binary.clone(), Global { root: state.clone(), features });
-        Ok(Self { runsc, binary, state, home: home.to_owned(), image, next: 0 })
+        Ok(Self { runsc, binary, state, home: home.to_owned(), image, next: AtomicU32::new(0) })
     }
 
     pub(crate) fn version(&self) -> &str {
@@ -110,10 +112,16 @@ impl Raw {
         Ok(ms_since(begun))
     }
 
-    async fn launch(&mut self, image: &Path, marker: &Marker, from: Option<&Path>) -> Result<(RawSandbox, f64)> {
-        self.next += 1;
+    /// Starts so many at once. The time is until the last agent has answered.
+    pub(crate) async fn restore_many(&self, image: &Path, marker: &Marker, from: &Path, count: usize) -> Result<(Vec<RawSandbox>, f64)> {
+        let started = try_join_all((0..count).map(|_| self.launch(image, marker, Some(from)))).await?;
+        let slowest = started.iter().map(|(_, taken)| *taken).fold(0.0, f64::max);
+        Ok((started.into_iter().map(|(sandbox, _)| sandbox).collect(), slowest))
+    }
+
+    async fn launch(&self, image: &Path, marker: &Marker, from: Option<&Path>) -> Result<(RawSandbox, f64)> {
         // Of one length: runsc takes a beginning for the whole.
-        let id = format!("raw-{:06}", self.next);
+        let id = format!("raw-{:06}", self.next.fetch_add(1, Ordering::Relaxed));
         let dir = self.home.join(&id);
         fs::create_dir_all(dir.join("rootfs"))?;
         let config = serde_json::to_string(&agent_config(marker))?;

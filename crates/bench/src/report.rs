@@ -41,7 +41,7 @@ pub(crate) const CHECKPOINT_AT_MOST: f64 = 1.3;
 /// Of runsc's own restore, and decompressing and hashing on all cores.
 pub(crate) const UNCACHED_AT_MOST: f64 = 1.3;
 
-const BARS: [Definition; 9] = [
+const BARS: [Definition; 10] = [
     Definition {
         part: Part::Latency,
         name: "cold create : raw `runsc run` until the agent answers",
@@ -104,6 +104,13 @@ const BARS: [Definition; 9] = [
         of: (Row::Handoff, Column::Server),
         to: (Row::Handoff, Column::Raw),
         bound: Bound::AtMost(1.3),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "8 forks at once : 8 raw `runsc restore` at once",
+        of: (Row::Forks, Column::Server),
+        to: (Row::Forks, Column::Raw),
+        bound: Bound::AtMost(1.15),
     },
 ];
 

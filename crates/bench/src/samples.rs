@@ -30,10 +30,11 @@ pub(crate) enum Row {
     RestoreCached,
     RestoreUncached,
     Handoff,
+    Forks,
 }
 
 impl Row {
-    pub(crate) const ALL: [Self; 22] = [
+    pub(crate) const ALL: [Self; 23] = [
         Self::Create,
         Self::CreateToOutput,
         Self::EchoFirst,
@@ -56,6 +57,7 @@ impl Row {
         Self::RestoreCached,
         Self::RestoreUncached,
         Self::Handoff,
+        Self::Forks,
     ];
 
     pub(crate) fn title(self) -> &'static str {
@@ -82,6 +84,7 @@ impl Row {
             Self::RestoreCached => "restore, data in the cache, ms",
             Self::RestoreUncached => "restore, data on the volume, ms",
             Self::Handoff => "handoff (raw: the bars of its halves), ms",
+            Self::Forks => "8 forks at once, data in the cache, ms",
         }
     }
 

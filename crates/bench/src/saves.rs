@@ -15,6 +15,7 @@ use serde_json::json;
 
 use crate::{
     client::Client,
+    forks,
     raw::{Raw, ms_since},
     report::{CHECKPOINT_AT_MOST, UNCACHED_AT_MOST},
     samples::{Column, Row, Samples},
@@ -90,6 +91,7 @@ impl Saves {
         samples.add(Row::Handoff, Column::Raw, CHECKPOINT_AT_MOST * save_parts + UNCACHED_AT_MOST * restore_parts);
         samples.add(Row::Handoff, Column::Server, handoff);
         client.ask("", 10).await.context("the program after all of it")?;
+        forks::measure(&self.one, &mut client, raw, &self.work, samples).await.context("forks")?;
         client.kill().await
     }
 
