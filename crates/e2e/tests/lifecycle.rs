@@ -51,7 +51,7 @@ async fn a_sandbox_that_executes_is_not_idle_without_a_client() {
     let server = shared();
     let mut ws = Ws::create_with(server, json!({"idle_timeout": 1})).await;
     let id = ws.sandbox_id.clone();
-    ws.start(json!({"language": "bash", "code": "sleep 3; echo end"})).await;
+    ws.start(json!({"language": "bash", "code": "sleep 10; echo end"})).await;
     ws.close().await;
     // Not a wait for something: the time in which it must not be deleted.
     tokio::time::sleep(Duration::from_millis(2300)).await;
@@ -63,13 +63,13 @@ async fn a_sandbox_that_executes_is_not_idle_without_a_client() {
 #[tokio::test]
 async fn an_attach_starts_the_idle_time_anew_and_zero_means_never() {
     let server = shared();
-    let brief = Ws::create_with(server, json!({"idle_timeout": 2})).await;
+    let brief = Ws::create_with(server, json!({"idle_timeout": 6})).await;
     let never = Ws::create_with(server, json!({"idle_timeout": 0})).await;
     let (brief_id, never_id) = (brief.sandbox_id.clone(), never.sandbox_id.clone());
     brief.close().await;
     never.close().await;
     for _ in 0..3 {
-        tokio::time::sleep(Duration::from_millis(1000)).await;
+        tokio::time::sleep(Duration::from_millis(2500)).await;
         assert_eq!(is_gone(server, &brief_id).await, None);
     }
     assert_eq!(is_gone(server, &never_id).await, None);
