@@ -127,7 +127,7 @@ async fn a_client_that_does_not_answer_a_ping_is_dropped_within_two_seconds_for_
     let mut ws = Ws::open(shared(), &format!("/attach/{id}")).await;
     ws.expect_status("SANDBOX_RUNNING").await;
     let took = start.elapsed();
-    assert!((Duration::from_millis(1500)..Duration::from_secs(20)).contains(&took), "{took:?}");
+    assert!((Duration::from_millis(1500)..Duration::from_secs(4)).contains(&took), "{took:?}");
     // Its output and its end may be said again, since no pong ever came.
     ws.repeats_allowed = true;
     ws.send(json!({"language": "bash", "code": "cat /tmp/file", "execution_id": "mine"})).await;
@@ -142,7 +142,7 @@ async fn a_client_that_does_not_answer_a_ping_is_dropped_within_two_seconds_for_
     dead.send_text(r#"{"language":"bash","code":"echo again"}"#).await;
     let end = Instant::now();
     while dead.frame().await.is_some() {
-        assert!(end.elapsed() < Duration::from_secs(60), "the dead client still has its connection");
+        assert!(end.elapsed() < Duration::from_secs(10), "the dead client still has its connection");
     }
 }
 

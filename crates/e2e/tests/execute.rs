@@ -211,7 +211,7 @@ async fn a_timeout_kills_the_tree_and_says_so() {
     ws.expect_error("timed_out").await;
     let done = ws.expect_status("SANDBOX_EXECUTION_DONE").await;
     assert_eq!((&done["execution_id"], &done["signal"], &done["timed_out"]), (&json!("slow"), &json!("SIGKILL"), &json!(true)), "{done}");
-    assert!((Duration::from_millis(650)..Duration::from_secs(30)).contains(&start.elapsed()), "{:?}", start.elapsed());
+    assert!((Duration::from_millis(650)..Duration::from_secs(5)).contains(&start.elapsed()), "{:?}", start.elapsed());
     assert_eq!(ws.bash("ps ax | grep -c '[s]leep 424'").await.out(), "0\n");
 }
 
