@@ -105,6 +105,35 @@ async fn a_running_program_is_saved_along_if_asked_and_its_streams_are_exact() {
     talk.finish(&mut ws).await;
 }
 
+/// Whatever of its memory gVisor reads late has to be there all the same.
+#[tokio::test]
+async fn a_sandbox_that_is_saved_again_as_soon_as_it_is_back_keeps_all_of_its_memory() {
+    /// The program's answer to a line of input.
+    async fn ask(ws: &mut Ws, offset: usize) -> String {
+        ws.send(json!({"event": "stdin", "data": "\n", "offset": offset})).await;
+        let mut answer = String::new();
+        while !answer.ends_with('\n') {
+            answer += ws.next().await["data"].as_str().unwrap_or_default();
+        }
+        answer
+    }
+    let volume = Volume::of(User::Ordinary);
+    let servers = [volume.serve(), volume.serve_as(User::Ordinary)];
+    let mut ws = Ws::create_kept(&servers[0]).await;
+    let id = ws.sandbox_id.clone();
+    let code = "import hashlib, os, sys\nheld = os.urandom(192 << 20)\n\
+                for line in sys.stdin: print(hashlib.sha256(held).hexdigest(), flush=True)";
+    ws.start(json!({"language": "python", "code": code, "execution_id": "holds"})).await;
+    let digest = ask(&mut ws, 0).await;
+    for round in 1..=4 {
+        ws.checkpoint_with_execution().await;
+        (ws, _) = Ws::restore(&servers[round % 2], &id).await;
+    }
+    ws.send(json!({"action": "reconnect", "execution_id": "holds", "stdout_offset": digest.len()})).await;
+    assert_eq!(ws.next().await["event"], "resumed");
+    assert_eq!(ask(&mut ws, 1).await, digest);
+}
+
 #[tokio::test]
 async fn a_terminal_with_a_half_typed_line_goes_on_where_it_was() {
     /// Reads until the terminal shows this.

@@ -15,7 +15,10 @@ use tokio::{
     time::timeout,
 };
 
-use crate::command::{Checkpoint, Global, Restore, Run, State};
+use crate::{
+    command::{Checkpoint, Global, Restore, Run, State},
+    control::{Control, ControlError},
+};
 
 /// Most that is kept of what a call says.
 const KEPT_BYTES: u64 = 64 * 1024;
@@ -33,6 +36,8 @@ pub enum CallError {
     Failed { command: String, status: ExitStatus, stdout: String, stderr: String },
     #[error("runsc {command} said what can't be understood: {why}")]
     Unreadable { command: String, why: String },
+    #[error("the sandbox could not be told to {command}: {why}")]
+    Control { command: &'static str, why: String },
 }
 
 impl CallError {
@@ -91,7 +96,11 @@ impl Runsc {
     /// # Errors
     /// It could not be restored.
     pub async fn restore_into(&self, restore: &Restore, limit: Duration) -> Result<(), CallError> {
-        self.call(restore.arguments(), limit).await.map(drop)
+        let directly = self.directly("restore", &restore.run.id, limit, async |control| control.restore(&restore.image).await);
+        match directly.await {
+            Some(done) => done,
+            None => self.call(restore.arguments(), limit).await.map(drop),
+        }
     }
 
     /// Likewise for `runsc restore -detach`.
@@ -117,7 +126,30 @@ impl Runsc {
     /// # Errors
     /// The container could not be saved.
     pub async fn checkpoint(&self, checkpoint: &Checkpoint, limit: Duration) -> Result<(), CallError> {
-        self.call(checkpoint.arguments(), limit).await.map(drop)
+        let directly = self.directly("checkpoint", &checkpoint.id, limit, async |control| control.checkpoint(&checkpoint.into).await);
+        let directly = if checkpoint.leave_running { directly.await } else { None };
+        match directly {
+            Some(done) => done,
+            None => self.call(checkpoint.arguments(), limit).await.map(drop),
+        }
+    }
+
+    /// Says something to a sandbox by its control socket. None: that can't be done, and nothing was said.
+    async fn directly(
+        &self,
+        command: &'static str,
+        id: &str,
+        limit: Duration,
+        say: impl AsyncFnOnce(&mut Control) -> Result<(), ControlError>,
+    ) -> Option<Result<(), CallError>> {
+        if !self.global.features.control_socket {
+            return None;
+        }
+        let mut control = Control::connect(&self.global.root, id).await.ok()?;
+        Some(match timeout(limit, say(&mut control)).await {
+            Ok(done) => done.map_err(|error| CallError::Control { command, why: error.to_string() }),
+            Err(_) => Err(CallError::TimedOut { command: command.to_owned(), limit }),
+        })
     }
 
     /// # Errors

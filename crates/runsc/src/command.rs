@@ -157,7 +157,7 @@ mod tests {
             version: crate::OLDEST_VERSION,
             version_text: "20240729".to_owned(),
             in_sandbox_cgroup_v2: new,
-            background_restore: new,
+            control_socket: new,
             exclude_zero_pages: new,
             spec_validation: new,
         };

@@ -13,6 +13,8 @@ use crate::call::{CallError, capture};
 pub const OLDEST_VERSION: Version = Version(20_240_729);
 
 const PROBE_LIMIT: Duration = Duration::from_secs(10);
+/// The versions whose control socket takes what [`crate::control`] says.
+const CONTROL_SOCKET_OF: [&str; 1] = ["release-20260905.0"];
 
 /// The date a runsc was released on, as `yyyymmdd`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -90,8 +92,8 @@ pub struct Features {
     pub version_text: String,
     /// A cgroup v2 inside the sandbox, whose pids limit is kept by a restore.
     pub in_sandbox_cgroup_v2: bool,
-    /// `restore -background`.
-    pub background_restore: bool,
+    /// What its control socket is told is known.
+    pub control_socket: bool,
     /// `checkpoint -exclude-committed-zero-pages`.
     pub exclude_zero_pages: bool,
     /// It compares the spec on restore, and can be told not to.
@@ -106,10 +108,9 @@ impl Features {
     pub async fn probe(binary: &Path) -> Result<Self, FindError> {
         let broken = |error| FindError::Broken { path: binary.to_owned(), error };
         let ask = |arguments: &'static [&'static str]| capture(binary, arguments, PROBE_LIMIT);
-        let (version, flags, checkpoint, restore) =
-            tokio::try_join!(ask(&["--version"]), ask(&["flags"]), ask(&["help", "checkpoint"]), ask(&["help", "restore"]))
-                .map_err(broken)?;
-        let features = Self::from_texts(&version, &flags, &checkpoint, &restore).ok_or_else(|| FindError::Unversioned {
+        let (version, flags, checkpoint) =
+            tokio::try_join!(ask(&["--version"]), ask(&["flags"]), ask(&["help", "checkpoint"])).map_err(broken)?;
+        let features = Self::from_texts(&version, &flags, &checkpoint).ok_or_else(|| FindError::Unversioned {
             path: binary.to_owned(),
             said: version.lines().next().unwrap_or_default().to_owned(),
         })?;
@@ -119,13 +120,13 @@ impl Features {
         Ok(features)
     }
 
-    fn from_texts(version: &str, flags: &str, checkpoint: &str, restore: &str) -> Option<Self> {
+    fn from_texts(version: &str, flags: &str, checkpoint: &str) -> Option<Self> {
         let version_text = version.lines().next()?.trim().trim_start_matches("runsc version").trim().to_owned();
         Some(Self {
             version: version_text.parse().ok()?,
+            control_socket: CONTROL_SOCKET_OF.contains(&version_text.as_str()),
             version_text,
             in_sandbox_cgroup_v2: has_flag(flags, "in-sandbox-cgroup"),
-            background_restore: has_flag(restore, "background"),
             exclude_zero_pages: has_flag(checkpoint, "exclude-committed-zero-pages"),
             spec_validation: has_flag(flags, "restore-spec-validation"),
         })
@@ -154,12 +155,11 @@ mod tests {
             "runsc version release-20260905.0\nspec: 1.2.1\n",
             "  -in-sandbox-cgroup value\n    \tcgroup setup\n  -restore-spec-validation value\n",
             "  -exclude-committed-zero-pages\n",
-            "  -background\n",
         )
         .unwrap();
-        assert!(new.in_sandbox_cgroup_v2 && new.background_restore && new.exclude_zero_pages && new.spec_validation);
-        let old = Features::from_texts("runsc version 0.0~20240729.0\n", "  -in-sandbox-cgroups value\n", "", "").unwrap();
-        assert!(!old.in_sandbox_cgroup_v2 && !old.background_restore);
+        assert!(new.in_sandbox_cgroup_v2 && new.control_socket && new.exclude_zero_pages && new.spec_validation);
+        let old = Features::from_texts("runsc version 0.0~20240729.0\n", "  -in-sandbox-cgroups value\n", "").unwrap();
+        assert!(!old.in_sandbox_cgroup_v2 && !old.control_socket);
     }
 
     #[test]

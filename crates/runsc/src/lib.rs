@@ -8,6 +8,7 @@
 
 mod call;
 mod command;
+mod control;
 mod find;
 mod spec;
 
