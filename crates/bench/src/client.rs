@@ -131,6 +131,19 @@ impl Client {
         self.printed(printed).await
     }
 
+    /// Gives the program a line of input, and returns the line that it answers with.
+    pub(crate) async fn answer(&mut self, line: &str) -> Result<String> {
+        self.send(&json!({"event": "stdin", "data": format!("{line}\n")})).await?;
+        let mut answer = String::new();
+        while !answer.ends_with('\n') {
+            let text = self.text().await?;
+            if let Incoming::Output(_) = read(&text)? {
+                answer += serde_json::from_str::<Value>(&text)?["data"].as_str().unwrap_or_default();
+            }
+        }
+        Ok(answer)
+    }
+
     async fn printed(&mut self, end: u64) -> Result<()> {
         loop {
             match self.next().await? {
@@ -201,11 +214,15 @@ impl Client {
     }
 
     async fn next(&mut self) -> Result<Incoming> {
+        read(&self.text().await?)
+    }
+
+    async fn text(&mut self) -> Result<Utf8Bytes> {
         loop {
             let message =
                 timeout(LIMIT, self.socket.next()).await.context("the server says nothing")?.context("the server went away")??;
             match message {
-                Message::Text(text) => return read(&text),
+                Message::Text(text) => return Ok(text),
                 Message::Close(frame) => bail!("the server closed: {frame:?}"),
                 // The library answers pings.
                 _ => {}

@@ -11,6 +11,7 @@
 
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
 
+mod autosaves;
 mod bare;
 mod client;
 mod forks;

@@ -41,7 +41,7 @@ pub(crate) const CHECKPOINT_AT_MOST: f64 = 1.3;
 /// Of runsc's own restore, and decompressing and hashing on all cores.
 pub(crate) const UNCACHED_AT_MOST: f64 = 1.3;
 
-const BARS: [Definition; 10] = [
+const BARS: [Definition; 12] = [
     Definition {
         part: Part::Latency,
         name: "cold create : raw `runsc run` until the agent answers",
@@ -111,6 +111,20 @@ const BARS: [Definition; 10] = [
         of: (Row::Forks, Column::Server),
         to: (Row::Forks, Column::Raw),
         bound: Bound::AtMost(1.15),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "autosave, the longest pause that a program sees : that of `runsc checkpoint -leave-running`",
+        of: (Row::AutosavePause, Column::Server),
+        to: (Row::AutosavePause, Column::Raw),
+        bound: Bound::AtMost(1.3),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "MiB written by each autosave : one contiguous MiB that changed",
+        of: (Row::AutosaveWrites, Column::Server),
+        to: (Row::AutosaveWrites, Column::Raw),
+        bound: Bound::AtMost(10.0),
     },
 ];
 

@@ -31,10 +31,12 @@ pub(crate) enum Row {
     RestoreUncached,
     Handoff,
     Forks,
+    AutosavePause,
+    AutosaveWrites,
 }
 
 impl Row {
-    pub(crate) const ALL: [Self; 23] = [
+    pub(crate) const ALL: [Self; 25] = [
         Self::Create,
         Self::CreateToOutput,
         Self::EchoFirst,
@@ -58,6 +60,8 @@ impl Row {
         Self::RestoreUncached,
         Self::Handoff,
         Self::Forks,
+        Self::AutosavePause,
+        Self::AutosaveWrites,
     ];
 
     pub(crate) fn title(self) -> &'static str {
@@ -85,6 +89,8 @@ impl Row {
             Self::RestoreUncached => "restore, data on the volume, ms",
             Self::Handoff => "handoff (raw: the bars of its halves), ms",
             Self::Forks => "8 forks at once, data in the cache, ms",
+            Self::AutosavePause => "autosave of 200 MiB, longest pause, ms",
+            Self::AutosaveWrites => "... written each time 1 MiB changed, MiB",
         }
     }
 

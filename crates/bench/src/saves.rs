@@ -14,6 +14,7 @@ use anyhow::{Context as _, Result, anyhow};
 use serde_json::json;
 
 use crate::{
+    autosaves,
     client::Client,
     forks,
     raw::{Raw, ms_since},
@@ -92,7 +93,8 @@ impl Saves {
         samples.add(Row::Handoff, Column::Server, handoff);
         client.ask("", 10).await.context("the program after all of it")?;
         forks::measure(&self.one, &mut client, raw, &self.work, samples).await.context("forks")?;
-        client.kill().await
+        client.kill().await?;
+        autosaves::measure(&self.one, raw, &self.volume, &self.work, samples).await.context("autosaves")
     }
 
     pub(crate) async fn end(self) -> Result<()> {
@@ -182,7 +184,7 @@ fn on_all_cores<P: Sync, C, T: Send>(
 }
 
 #[expect(clippy::cast_precision_loss, reason = "some MiB")]
-fn packs_mib(volume: &Path) -> Result<f64> {
+pub(crate) fn packs_mib(volume: &Path) -> Result<f64> {
     fn bytes(dir: &Path) -> Result<u64> {
         let mut sum = 0;
         for entry in fs::read_dir(dir)? {
