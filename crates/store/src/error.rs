@@ -1,6 +1,7 @@
 //! What can be wrong with the volume, said so that the reader knows which file, which check, and what to do.
 
 use std::io;
+use std::time::Duration;
 
 use object_store::path::Path;
 
@@ -47,6 +48,8 @@ pub enum Error {
     },
     #[error("{what} is larger than {limit} bytes")]
     TooLarge { what: String, limit: u64 },
+    #[error("it took longer than the {} s that a save may take (--longest-save)", longest.as_secs_f64())]
+    TookTooLong { longest: Duration },
     #[error("{0}")]
     Invalid(String),
     #[error("a worker ended before its work")]
@@ -117,9 +120,21 @@ impl Error {
             Self::NotFound { .. } => Action::NotFound,
             Self::Exists { .. } => Action::Conflict,
             Self::Damaged { .. } => Action::Damaged,
-            Self::Volume { .. } | Self::Local { .. } | Self::Interrupted => Action::Unavailable,
+            Self::Volume { .. } | Self::Local { .. } | Self::TookTooLong { .. } | Self::Interrupted => Action::Unavailable,
             Self::TooLarge { .. } | Self::Invalid(_) => Action::Invalid,
         }
+    }
+
+    /// The volume has no room left.
+    pub(crate) fn is_full(&self) -> bool {
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            if error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::StorageFull) {
+                return true;
+            }
+            cause = error.source();
+        }
+        false
     }
 
     /// The message with all its causes, for people.

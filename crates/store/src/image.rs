@@ -47,7 +47,8 @@ impl Saver {
         let source = Source { name: file_name()?, path: path.to_owned() };
         let saved = self.save(Tenant::images(), &[source], &relatives.iter().collect::<Vec<_>>()).await?;
         let manifest = saved.manifest(at, About::Image {})?;
-        match volume.put(&at.path(), manifest.encode(volume.key())?.into(), mode).await {
+        let encoded = manifest.encode(volume.key())?;
+        match saved.intent.commit(volume.put(&at.path(), encoded.into(), mode)).await {
             Ok(()) => Ok(true),
             Err(Error::Exists { .. }) => Ok(false),
             Err(error) => Err(error),

@@ -8,6 +8,9 @@
 //! snapshots/{snapshot_id}.img                    a manifest
 //! images/{sha256}.img                            the manifest of a base image
 //! packs/{tenant}/{pack_id}.pack                  chunks, gathered
+//! collect/intents/{nonce}                        a writer is at work
+//! collect/condemned/{nonce}                      packs that a collector means to remove
+//! collect/reserve                                room for such a list
 //! ```
 
 use std::fmt;
@@ -19,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::failpoint::Kind;
+use crate::record::Nonce;
 
 /// A text on the volume that is not the name it should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -330,6 +334,35 @@ pub(crate) fn packs(tenant: Tenant) -> Path {
 
 pub(crate) fn pack(tenant: Tenant, id: PackId) -> Path {
     packs(tenant).join(format!("{id}.pack"))
+}
+
+pub(crate) fn all_packs() -> Path {
+    Path::from("packs")
+}
+
+pub(crate) fn intents() -> Path {
+    Path::from("collect").join("intents")
+}
+
+pub(crate) fn intent(name: Nonce) -> Path {
+    intents().join(name.to_string())
+}
+
+pub(crate) fn condemned_lists() -> Path {
+    Path::from("collect").join("condemned")
+}
+
+pub(crate) fn condemned(name: Nonce) -> Path {
+    condemned_lists().join(name.to_string())
+}
+
+pub(crate) fn reserve() -> Path {
+    Path::from("collect").join("reserve")
+}
+
+/// Whether it is of use only to those who live.
+pub(crate) fn is_fleeting(path: &Path) -> bool {
+    path.prefix_matches(&intents())
 }
 
 /// What lies at a path, for the fail points of its write.

@@ -2,13 +2,14 @@
 //!
 //! A checkpoint is runsc's files, cut into chunks ([`chunker`]) that are named by their content within a tenant, gathered into packs ([`pack`]), and described
 //! by a manifest ([`manifest`]) that carries the restore contract ([`contract`]). [`save`] and [`load`] go between files and packs, [`publish`] says in which
-//! order things become visible. Everything read is hostile input: names are parsed ([`layout`]), lengths bounded, digests checked on every read.
+//! order things become visible, [`collect`] removes what nobody needs. Everything read is hostile input: names are parsed ([`layout`]), lengths bounded, digests checked on every read.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 // The data: chunks, packs, manifests, images.
 mod cache;
 pub mod chunker;
+pub mod collect;
 pub mod contract;
 mod error;
 pub mod failpoint;

@@ -3,13 +3,15 @@
 //! Reading and listing are `object_store`'s own. Writing is not, because its files take the process's umask: here each file is written under another name, given
 //! its mode and owner, synced, named (by link where it must not exist yet, else by rename), and the directory synced. A reader never sees half a file.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path as OsPath, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
@@ -18,12 +20,18 @@ use object_store::{
     PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as StoreResult,
 };
 
-use crate::failpoint::{FailPoints, Stage};
-use crate::layout::kind_of;
+use sandboxer_protocol::SandboxId;
+
+use crate::failpoint::{FailPoints, Kind, Stage};
+use crate::layout::{is_fleeting, kind_of, locks};
 use crate::owner::Owner;
+use crate::record::is_network;
 
 const NAME: &str = "volume";
 const MAX_DURABLE_DIRS: usize = 4096;
+const REMOVALS_AT_ONCE: usize = 8;
+/// Over a network a name is seen at last after this: twice what clients keep a directory for by default.
+const SEEN_LATE: Duration = Duration::from_secs(120);
 
 /// One thing done to the directory, in order, for the tests that forget.
 #[cfg(feature = "testing")]
@@ -91,6 +99,10 @@ impl LocalStore {
         let target = self.read.path_to_filesystem(location).map_err(io::Error::other)?;
         let parent = target.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::InvalidInput)?;
         self.make_dir(parent)?;
+        if is_fleeting(location) {
+            self.put_fleeting(&target, payload)?;
+            return Ok(PutResult { e_tag: None, version: None, extensions: object_store::Extensions::default() });
+        }
         let staged = staged(&target);
         let result = self.write(&staged, payload, &reach).and_then(|()| self.name(&staged, &target, parent, mode, &reach));
         if result.is_err() {
@@ -100,6 +112,64 @@ impl LocalStore {
         result?;
         reach(Stage::After)?;
         Ok(PutResult { e_tag: None, version: None, extensions: object_store::Extensions::default() })
+    }
+
+    /// What is of use only while its writer lives: seen by all at once, and not synced. That it is there says all, so half of it does too.
+    fn put_fleeting(&self, target: &OsPath, payload: &PutPayload) -> io::Result<()> {
+        let mut file = self.owner.create(target)?;
+        payload.iter().try_for_each(|piece| file.write_all(piece)).inspect_err(|_| {
+            // The write's own error is the one to tell.
+            let _ = fs::remove_file(target);
+        })
+    }
+
+    /// Removes a file. That a manifest is gone is durable when this returns: what it names goes next. A sandbox's directories go with the last file in them.
+    fn remove(&self, location: &Path) -> io::Result<()> {
+        let target = self.read.path_to_filesystem(location).map_err(io::Error::other)?;
+        fs::remove_file(&target)?;
+        #[cfg(feature = "testing")]
+        self.note(|| Step::Unlink(target.clone()));
+        let parent = target.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::InvalidInput)?;
+        if kind_of(location) == Some(Kind::Manifest) {
+            self.sync_dir(parent)?;
+        }
+        if location.parts().next().is_some_and(|first| first.as_ref().parse::<SandboxId>().is_ok()) {
+            let emptied = parent.ancestors().take_while(|dir| *dir != *self.root);
+            // The first that is not empty ends it.
+            let _ = emptied.map(fs::remove_dir).find(Result::is_err);
+        }
+        Ok(())
+    }
+
+    /// Files that have no name yet, or never got one, with their bytes.
+    pub(crate) fn staged(&self) -> io::Result<BTreeMap<PathBuf, u64>> {
+        let mut found = BTreeMap::new();
+        let mut dirs = vec![self.root.to_path_buf()];
+        while let Some(dir) = dirs.pop() {
+            let entries = match fs::read_dir(&dir) {
+                // It went since it was listed.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                entries => entries?,
+            };
+            for entry in entries {
+                let entry = entry?;
+                let (kind, path) = (entry.file_type()?, entry.path());
+                if kind.is_dir() && path != self.root.join(locks().as_ref()) {
+                    dirs.push(path);
+                } else if kind.is_file()
+                    && is_staged(&path)
+                    && let Ok(about) = entry.metadata()
+                {
+                    found.insert(path, about.len());
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// How old a listing may be.
+    pub(crate) fn seen_late(&self) -> Duration {
+        if is_network(&self.root) { SEEN_LATE } else { Duration::ZERO }
     }
 
     fn write(&self, staged: &OsPath, payload: &PutPayload, reach: &impl Fn(Stage) -> io::Result<()>) -> io::Result<()> {
@@ -200,6 +270,11 @@ fn staged(target: &OsPath) -> PathBuf {
     name.into()
 }
 
+fn is_staged(path: &OsPath) -> bool {
+    let suffix = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.rsplit_once('#'));
+    suffix.is_some_and(|(name, digits)| !name.is_empty() && !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 fn is_plain_dir(dir: &OsPath) -> bool {
     fs::symlink_metadata(dir).is_ok_and(|about| about.is_dir())
 }
@@ -245,7 +320,23 @@ impl ObjectStore for LocalStore {
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, StoreResult<Path>>) -> BoxStream<'static, StoreResult<Path>> {
-        self.read.delete_stream(locations)
+        let store = self.clone();
+        let removed = locations.map(move |location| {
+            let store = store.clone();
+            async move {
+                let location = location?;
+                let target = location.clone();
+                let remove = move || {
+                    store.remove(&target).map_err(|source| match source.kind() {
+                        io::ErrorKind::NotFound => StoreError::NotFound { path: target.to_string(), source: source.into() },
+                        _ => generic(source),
+                    })
+                };
+                blocking(remove).await?;
+                Ok(location)
+            }
+        });
+        removed.buffered(REMOVALS_AT_ONCE).boxed()
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, StoreResult<ObjectMeta>> {

@@ -35,33 +35,16 @@ impl Volume {
     /// Writes the manifest under a name later than `after` (what the record names as latest) and than all that is there, whatever the clock says.
     ///
     /// # Errors
-    /// The contract is too large, or the volume can't be written.
+    /// The contract is too large, the save took too long, or the volume can't be written.
     pub async fn prepare(&self, saved: &Saved, contract: Contract, after: Option<CheckpointName>) -> Result<Prepared> {
-        self.prepare_as(contract, after, |at, contract| saved.describe(at, contract)).await
-    }
-
-    /// Writes what another manifest has once more, as a checkpoint of its own.
-    ///
-    /// # Errors
-    /// As [`Volume::prepare`].
-    pub async fn prepare_copy(&self, of: &Manifest, contract: Contract, after: Option<CheckpointName>) -> Result<Prepared> {
-        self.prepare_as(contract, after, |at, contract| of.again(at, contract)).await
-    }
-
-    async fn prepare_as(
-        &self,
-        contract: Contract,
-        after: Option<CheckpointName>,
-        describe: impl Fn(ManifestAt, Contract) -> Result<Manifest>,
-    ) -> Result<Prepared> {
         let sandbox_id = contract.sandbox_id;
         let now = u64::try_from(contract.created_at.as_millisecond()).unwrap_or(0);
         let mut last = self.checkpoints(sandbox_id).await?.last().copied().max(after);
         for _ in 0..MAX_NAME_TRIES {
             let name = CheckpointName::after(last, now)
                 .ok_or_else(|| Error::Invalid(format!("no checkpoint of {sandbox_id} can come after {last:?}")))?;
-            let manifest = describe(ManifestAt::Checkpoint { sandbox_id, name }, contract.clone())?;
-            match self.put_manifest(&manifest).await {
+            let manifest = saved.describe(ManifestAt::Checkpoint { sandbox_id, name }, contract.clone())?;
+            match saved.intent.commit(self.put_manifest(&manifest)).await {
                 Ok(()) => return Ok(Prepared { sandbox_id, name, manifest }),
                 Err(Error::Exists { .. }) => last = Some(name),
                 Err(error) => return Err(error),
@@ -85,7 +68,7 @@ impl Volume {
     /// As [`Volume::prepare`]; [`Error::Exists`] if the id is taken.
     pub async fn put_snapshot(&self, saved: &Saved, contract: Contract, snapshot_id: SnapshotId) -> Result<Manifest> {
         let manifest = saved.describe(ManifestAt::Snapshot { snapshot_id }, contract)?;
-        self.put_manifest(&manifest).await?;
+        saved.intent.commit(self.put_manifest(&manifest)).await?;
         Ok(manifest)
     }
 }

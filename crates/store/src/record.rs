@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use uuid::Uuid;
 
+pub(crate) use self::directory::is_network;
 pub use self::{
     change::{Holder, NotHeld, OwnerChange, Refused, Stamp},
     codec::{BadRecord, Codec, MacFn},

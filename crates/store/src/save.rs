@@ -25,7 +25,8 @@ use futures_util::{StreamExt, stream};
 use object_store::{ObjectStoreExt, PutMode};
 use tokio::sync::{Semaphore, mpsc};
 
-use self::job::{Job, Pack, Piece};
+use self::job::{Hints, Job, Pack, Piece};
+use crate::collect::{Condemned, Intent, Writer};
 use crate::contract::{About, Contract};
 use crate::error::{Error, Fault, Result};
 use crate::index::{ChunkIndex, Place, places};
@@ -70,8 +71,10 @@ pub struct Saved {
     pub(crate) files: Vec<FileEntry>,
     pub(crate) chunks: Vec<Chunk>,
     pub stats: SaveStats,
-    /// Packs that it did not write itself: what collection must leave alone until the manifest is there.
+    /// Packs that it did not write itself.
     pub relied_on: Vec<PackId>,
+    /// What keeps them until the manifest is there.
+    pub(crate) intent: Intent,
 }
 
 impl Saved {
@@ -97,6 +100,7 @@ pub struct Saver {
     pack_bytes: usize,
     turns: Arc<Semaphore>,
     memory: Arc<Semaphore>,
+    writer: Writer,
 }
 
 impl Saver {
@@ -109,7 +113,15 @@ impl Saver {
             pack_bytes: pack::TARGET_BYTES,
             turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)),
             memory: Arc::new(Semaphore::new(PACKS_IN_MEMORY)),
+            writer: Writer::default(),
         }
+    }
+
+    /// Who it says to be before it relies on what others wrote, and how long a save may take.
+    #[must_use]
+    pub fn with_writer(mut self, writer: Writer) -> Self {
+        self.writer = writer;
+        self
     }
 
     /// Packs of at most about this size, [`pack::TARGET_BYTES`] at most.
@@ -132,18 +144,42 @@ impl Saver {
     pub async fn save(&self, tenant: Tenant, sources: &[Source], parents: &[&Manifest]) -> Result<Saved> {
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
-        let known = known_to(tenant, parents);
+        // Before anything is looked at that it did not write.
+        let intent = self.writer.begin(&self.volume).await?;
+        let mut known = known_to(tenant, parents);
+        known.retain(|_, place| !intent.condemned().has(tenant, place.pack));
         let mut written = HashMap::new();
-        let mut saved = match self.save_new(tenant, sources, known, &mut written).await {
-            Ok(saved) => saved,
+        let finished = match self.save_new(tenant, sources, known, intent.condemned(), &mut written).await {
+            Ok(finished) => finished,
             Err(error) => {
                 self.withdraw(tenant, written.into_keys()).await;
+                intent.finish().await;
                 return Err(error);
             }
         };
+        let mut saved = finished.with(tenant, intent);
         saved.stats.took = began.elapsed();
         self.index.learn(tenant, saved.places());
         Ok(saved)
+    }
+
+    /// What a manifest describes, once more under a name of its own. `sources` are its files: what is not on the volume any more, or soon will not be, is
+    /// written anew from them.
+    ///
+    /// # Errors
+    /// As [`Saver::save`].
+    pub async fn save_again(&self, of: &Manifest, sources: &[Source]) -> Result<Saved> {
+        let began = Instant::now();
+        let intent = self.writer.begin(&self.volume).await?;
+        let tenant = of.tenant();
+        let condemned = of.packs().iter().any(|pack| intent.condemned().has(tenant, pack.id));
+        if condemned || matches!(self.volume.check_packs(of).await, Err(Error::Damaged { .. })) {
+            intent.finish().await;
+            return self.save(tenant, sources, &[of]).await;
+        }
+        let stats = SaveStats { raw_bytes: of.raw_bytes(), reused_bytes: of.raw_bytes(), took: began.elapsed(), ..SaveStats::default() };
+        let relied_on = of.packs().iter().map(|pack| pack.id).collect();
+        Ok(Saved { tenant, packs: of.packs().to_vec(), files: of.files().to_vec(), chunks: of.chunks().to_vec(), stats, relied_on, intent })
     }
 
     async fn save_new(
@@ -151,21 +187,22 @@ impl Saver {
         tenant: Tenant,
         sources: &[Source],
         known: HashMap<ChunkHash, Place>,
+        condemned: &Arc<Condemned>,
         written: &mut HashMap<PackId, u64>,
-    ) -> Result<Saved> {
-        let mut attempt = self.attempt(tenant, sources, known, written).await?;
+    ) -> Result<Finished> {
+        let mut attempt = self.attempt(tenant, sources, known, condemned, written).await?;
         let mut gone = self.missing(tenant, &mut attempt, written).await?;
         if !gone.is_empty() {
             // Collected, or lost, since they became known. What was just written is still good.
             self.index.forget(&gone);
             let mut known = std::mem::take(&mut attempt.known);
             known.retain(|_, place| !gone.contains(&place.pack));
-            attempt = self.attempt(tenant, sources, known, written).await?;
+            attempt = self.attempt(tenant, sources, known, condemned, written).await?;
             gone = self.missing(tenant, &mut attempt, written).await?;
         }
         match gone.into_iter().next() {
             Some(id) => Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() })),
-            None => attempt.finish(tenant, sources, written),
+            None => attempt.finish(sources, written),
         }
     }
 
@@ -181,13 +218,15 @@ impl Saver {
         tenant: Tenant,
         sources: &[Source],
         known: HashMap<ChunkHash, Place>,
+        condemned: &Arc<Condemned>,
         written: &mut HashMap<PackId, u64>,
     ) -> Result<Attempt> {
         let open = |source: &Source| {
             File::open(&source.path).map_err(|error| Error::local("open", &source.path, error)).map(|file| (file, source.path.clone()))
         };
         let files = sources.iter().map(open).collect::<Result<Vec<_>>>()?;
-        let job = Arc::new(Job::new(tenant, files, known, self.index.clone(), Arc::clone(&self.memory), self.pack_bytes));
+        let known = Hints { known, index: self.index.clone(), condemned: Arc::clone(condemned) };
+        let job = Arc::new(Job::new(tenant, files, known, Arc::clone(&self.memory), self.pack_bytes));
         let stop = StopOnDrop(&job);
         let (full, packs) = mpsc::channel(PACKS_IN_MEMORY);
         let workers: Vec<_> = (0..self.workers)
@@ -277,7 +316,7 @@ impl Attempt {
         places.map(|place| u64::from(place.offset) + u64::from(place.stored)).max().unwrap_or(0)
     }
 
-    fn finish(self, tenant: Tenant, sources: &[Source], written: &HashMap<PackId, u64>) -> Result<Saved> {
+    fn finish(self, sources: &[Source], written: &HashMap<PackId, u64>) -> Result<Finished> {
         let mut stats = SaveStats { written_bytes: written.values().sum(), packs_written: written.len() as u64, ..SaveStats::default() };
         let (mut packs, mut numbers) = (Vec::new(), HashMap::new());
         let mut chunks = Vec::with_capacity(self.pieces.len());
@@ -317,11 +356,32 @@ impl Attempt {
             files.push(FileEntry { name: source.name.clone(), bytes, chunks: count, digest: file_digest(own) });
             stats.raw_bytes += bytes;
         }
-        Ok(Saved { tenant, packs, files, chunks, stats, relied_on: self.relied.into_keys().collect() })
+        Ok(Finished { packs, files, chunks, stats, relied_on: self.relied.into_keys().collect() })
+    }
+}
+
+/// What a save has made, without what keeps it.
+struct Finished {
+    packs: Vec<PackRef>,
+    files: Vec<FileEntry>,
+    chunks: Vec<Chunk>,
+    stats: SaveStats,
+    relied_on: Vec<PackId>,
+}
+
+impl Finished {
+    fn with(self, tenant: Tenant, intent: Intent) -> Saved {
+        let Self { packs, files, chunks, stats, relied_on } = self;
+        Saved { tenant, packs, files, chunks, stats, relied_on, intent }
     }
 }
 
 impl Saved {
+    /// Its manifest is there, or never will be. Without this the volume is told in the background, when it is dropped.
+    pub async fn finish(self) {
+        self.intent.finish().await;
+    }
+
     fn places(&self) -> impl Iterator<Item = (ChunkHash, Place)> {
         self.chunks.iter().filter(|chunk| chunk.codec != Codec::Zero).map(|chunk| {
             let pack = self.packs[chunk.pack as usize].id;

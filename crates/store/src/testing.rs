@@ -49,7 +49,7 @@ impl ForgetfulStore {
 
     #[must_use]
     pub fn volume(&self) -> Volume {
-        Volume::on(Arc::new(self.store.clone()))
+        Volume::in_directory(self.store.clone())
     }
 
     /// How many steps were taken.

@@ -1,7 +1,9 @@
 //! The volume: where everything lies, read with bounds and written durably.
 
-use std::path::Path as OsPath;
+use std::collections::BTreeMap;
+use std::path::{Path as OsPath, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -16,6 +18,7 @@ use crate::layout::{self, CheckpointName, ImageDigest, ManifestAt, PackId, Snaps
 use crate::local::LocalStore;
 use crate::manifest::{MAX_MANIFEST_BYTES, Manifest};
 use crate::metadata::Metadata;
+use crate::record::Nonce;
 
 const MAX_METADATA_BYTES: usize = 1 << 20;
 const MAX_LATEST_BYTES: usize = 256;
@@ -25,6 +28,8 @@ const LOOKS_AT_ONCE: usize = 8;
 #[derive(Debug, Clone)]
 pub struct Volume {
     store: Arc<dyn ObjectStore>,
+    /// The same, where it is a directory.
+    directory: Option<Arc<LocalStore>>,
     key: Option<Arc<VolumeKey>>,
 }
 
@@ -35,13 +40,19 @@ impl Volume {
     /// It is no directory, or `SANDBOXER_FAILPOINTS` can't be understood.
     pub fn open_directory(root: &OsPath) -> Result<Self> {
         let open = || LocalStore::open(root, FailPoints::from_env()?);
-        Ok(Self::on(Arc::new(open().map_err(|source| Error::local("open the volume", root, source))?)))
+        Ok(Self::in_directory(open().map_err(|source| Error::local("open the volume", root, source))?))
+    }
+
+    #[must_use]
+    pub fn in_directory(store: LocalStore) -> Self {
+        let store = Arc::new(store);
+        Self { directory: Some(Arc::clone(&store)), store, key: None }
     }
 
     /// The volume on any store whose writes are durable when they return.
     #[must_use]
     pub fn on(store: Arc<dyn ObjectStore>) -> Self {
-        Self { store, key: None }
+        Self { store, directory: None, key: None }
     }
 
     /// Everything read has to be authenticated with this key, everything written is.
@@ -162,12 +173,79 @@ impl Volume {
         self.names(&layout::packs(tenant), |name| name.strip_suffix(".pack")?.parse().ok()).await
     }
 
+    pub(crate) async fn checkpoints_with_bytes(&self, sandbox: SandboxId) -> Result<Vec<(CheckpointName, u64)>> {
+        self.listed(&layout::checkpoints(sandbox), |name| name.parse().ok()).await
+    }
+
+    pub(crate) async fn snapshots_with_bytes(&self) -> Result<Vec<(SnapshotId, u64)>> {
+        self.listed(&layout::snapshots(), |name| name.strip_suffix(".img")?.parse().ok()).await
+    }
+
+    pub(crate) async fn images_with_bytes(&self) -> Result<Vec<(ImageDigest, u64)>> {
+        self.listed(&layout::images(), |name| name.strip_suffix(".img")?.parse().ok()).await
+    }
+
+    /// Every pack with its bytes.
+    pub(crate) async fn all_packs(&self) -> Result<BTreeMap<(Tenant, PackId), u64>> {
+        let dir = layout::all_packs();
+        let listed = match self.store.list_with_delimiter(Some(&dir)).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(BTreeMap::new()),
+            other => other.map_err(|error| Error::volume("list", &dir, error))?,
+        };
+        let mut packs = BTreeMap::new();
+        for tenant in listed.common_prefixes.iter().filter_map(|dir| dir.filename()?.parse::<Tenant>().ok()) {
+            let of_tenant = self.listed(&layout::packs(tenant), |name| name.strip_suffix(".pack")?.parse().ok()).await?;
+            packs.extend(of_tenant.into_iter().map(|(pack, bytes)| ((tenant, pack), bytes)));
+        }
+        Ok(packs)
+    }
+
+    /// Writers that are at work, or died at it.
+    pub(crate) async fn intents(&self) -> Result<Vec<Nonce>> {
+        self.names(&layout::intents(), |name| name.parse().ok()).await
+    }
+
+    pub(crate) async fn condemned_lists(&self) -> Result<Vec<Nonce>> {
+        self.names(&layout::condemned_lists(), |name| name.parse().ok()).await
+    }
+
+    pub(crate) fn is_directory(&self) -> bool {
+        self.directory.is_some()
+    }
+
+    /// How old a listing may be.
+    pub(crate) fn seen_late(&self) -> Duration {
+        self.directory.as_ref().map_or(Duration::ZERO, |directory| directory.seen_late())
+    }
+
+    /// What writers have not named yet, or died before they could, with its bytes.
+    pub(crate) async fn staged(&self) -> Result<BTreeMap<PathBuf, u64>> {
+        let Some(directory) = self.directory.clone() else { return Ok(BTreeMap::new()) };
+        let find = move || directory.staged();
+        let found = tokio::task::spawn_blocking(find).await.map_err(|_| Error::Interrupted)?;
+        found.map_err(|source| Error::Local { verb: "list", path: "what is staged on the volume".into(), source })
+    }
+
+    pub(crate) async fn remove_staged(&self, path: PathBuf) -> Result<()> {
+        let shown = path.clone();
+        let removed = tokio::task::spawn_blocking(move || std::fs::remove_file(path)).await.map_err(|_| Error::Interrupted)?;
+        match removed {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::local("remove", &shown, error)),
+            _ => Ok(()),
+        }
+    }
+
     async fn names<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>> {
+        Ok(self.listed(dir, parse).await?.into_iter().map(|(name, _)| name).collect())
+    }
+
+    /// Names with their bytes, in order.
+    async fn listed<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<(T, u64)>> {
         let listed = match self.store.list_with_delimiter(Some(dir)).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(Vec::new()),
             other => other.map_err(|error| Error::volume("list", dir, error))?,
         };
-        let mut names: Vec<T> = listed.objects.iter().filter_map(|object| parse(object.location.filename()?)).collect();
+        let mut names: Vec<_> = listed.objects.iter().filter_map(|object| Some((parse(object.location.filename()?)?, object.size))).collect();
         names.sort_unstable();
         Ok(names)
     }

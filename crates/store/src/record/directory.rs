@@ -29,6 +29,7 @@ use std::{
 use async_trait::async_trait;
 use sandboxer_protocol::SandboxId;
 
+pub(crate) use self::files::is_network;
 use self::{files::Files, watch::Watch};
 use super::{Changes, Codec, ReadError, Record, RecordStore, Stored, SwapError};
 use crate::{failpoint::FailPoints, owner::Owner};

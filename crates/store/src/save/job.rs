@@ -13,6 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use crate::chunker::{self, PAGE};
+use crate::collect::Condemned;
 use crate::error::{Error, Result};
 use crate::index::{ChunkIndex, Place};
 use crate::layout::{PackId, Tenant};
@@ -42,12 +43,21 @@ pub(super) struct Pack {
     pub(super) permit: OwnedSemaphorePermit,
 }
 
+/// What is thought to be on the volume.
+pub(super) struct Hints {
+    pub(super) known: HashMap<ChunkHash, Place>,
+    pub(super) index: ChunkIndex,
+    /// What is not to be relied upon, whatever the index says.
+    pub(super) condemned: Arc<Condemned>,
+}
+
 pub(super) struct Job {
     tenant: Tenant,
     chunk_key: [u8; 32],
     reader: Mutex<Reader>,
     known: Mutex<HashMap<ChunkHash, Place>>,
     index: ChunkIndex,
+    condemned: Arc<Condemned>,
     open: Mutex<Option<Pack>>,
     pieces: Mutex<Vec<Piece>>,
     stopped: CancellationToken,
@@ -61,8 +71,7 @@ impl Job {
     pub(super) fn new(
         tenant: Tenant,
         files: Vec<(File, PathBuf)>,
-        known: HashMap<ChunkHash, Place>,
-        index: ChunkIndex,
+        Hints { known, index, condemned }: Hints,
         memory: Arc<Semaphore>,
         pack_bytes: usize,
     ) -> Self {
@@ -72,6 +81,7 @@ impl Job {
             reader: Mutex::new(Reader { files, file: 0, offset: 0 }),
             known: Mutex::new(known),
             index,
+            condemned,
             open: Mutex::new(None),
             pieces: Mutex::default(),
             stopped: CancellationToken::new(),
@@ -124,7 +134,7 @@ impl Job {
         piece.hash = ChunkHash::of(&self.chunk_key, raw);
         // Not with the lock of the shared one inside that of our own.
         let own = lock(&self.known).get(&piece.hash).copied();
-        piece.place = own.or_else(|| self.index.find(self.tenant, &piece.hash)).filter(|place| place.raw == piece.raw);
+        piece.place = own.or_else(|| self.index.find(self.tenant, &piece.hash).filter(|place| !self.condemned.has(self.tenant, place.pack))).filter(|place| place.raw == piece.raw);
         if piece.place.is_none() {
             let (codec, stored) =
                 encoder.encode(raw).map_err(|source| Error::Local { verb: "compress", path: "a chunk".into(), source })?;

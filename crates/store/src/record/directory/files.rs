@@ -400,7 +400,8 @@ fn unreadable(error: io::Error) -> ReadError {
     ReadError::Unavailable(error.to_string())
 }
 
-fn is_network(path: &Path) -> bool {
+/// Whether names may be seen late there.
+pub(crate) fn is_network(path: &Path) -> bool {
     const LOCAL: [statfs::FsType; 5] =
         [statfs::EXT4_SUPER_MAGIC, statfs::XFS_SUPER_MAGIC, statfs::BTRFS_SUPER_MAGIC, statfs::TMPFS_MAGIC, statfs::OVERLAYFS_SUPER_MAGIC];
     statfs::statfs(path).is_ok_and(|fs| !LOCAL.contains(&fs.filesystem_type()))

@@ -1,0 +1,422 @@
+//! Collection beside writers: what is needed stays, whoever dies or dawdles, and what is not goes.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use sandboxer_protocol::SandboxId;
+use sandboxer_store::collect::{Collected, Collector, Retention, Terms, Writer};
+use sandboxer_store::failpoint::FailPoints;
+use sandboxer_store::lease::BootClock;
+use sandboxer_store::record::{Codec, DirectoryRecords, Nonce, OwnerChange, Record, RecordStore, Stamp};
+use sandboxer_store::{
+    CheckpointName, ChunkIndex, Contract, Depth, Error, ImageDigest, Loader, Manifest, ManifestAt, Saved, Saver, SnapshotId, Source, Tenant,
+    Volume, verify,
+};
+
+const LONGEST: Duration = Duration::from_millis(400);
+const KEEP: Retention = Retention { checkpoints: 2, automatic: 1 };
+
+struct Here {
+    root: tempfile::TempDir,
+    local: tempfile::TempDir,
+    volume: Volume,
+    records: Arc<DirectoryRecords>,
+    index: ChunkIndex,
+}
+
+impl Here {
+    fn new() -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let volume = Volume::open_directory(root.path()).unwrap();
+        let records = DirectoryRecords::open(root.path(), Codec::default(), FailPoints::default()).unwrap();
+        Self { local: tempfile::tempdir().unwrap(), volume, records: Arc::new(records), root, index: ChunkIndex::default() }
+    }
+
+    fn saver(&self, longest: Duration) -> Saver {
+        let writer = Writer::new("w".parse().unwrap(), Arc::new(BootClock), longest);
+        Saver::new(self.volume.clone(), self.index.clone()).with_pack_bytes(256 << 10).with_writer(writer)
+    }
+
+    fn collector(&self, name: &str) -> Collector {
+        let terms = Terms { retention: KEEP, longest_save: LONGEST, remember: Some(Duration::ZERO) };
+        Collector::new(self.volume.clone(), self.records.clone(), Arc::new(BootClock), name.parse().unwrap(), terms)
+    }
+
+    async fn collect(&self) -> Collected {
+        self.collector("c").collect().await.unwrap()
+    }
+
+    /// A MiB whose first half all have and whose second is the seed's own.
+    fn sources(&self, seed: u64) -> Vec<Source> {
+        let mut data = vec![0; 1 << 20];
+        let (shared, own) = data.split_at_mut(1 << 19);
+        blake3::Hasher::new().finalize_xof().fill(shared);
+        blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(own);
+        let path = self.local.path().join(format!("{}-{seed}", uuid::Uuid::new_v4()));
+        fs::write(&path, data).unwrap();
+        vec![Source { name: "pages.img".parse().unwrap(), path }]
+    }
+
+    async fn save(&self, seed: u64) -> Saved {
+        self.saver(Duration::from_secs(60)).save(Tenant::open(), &self.sources(seed), &[]).await.unwrap()
+    }
+
+    async fn create(&self) -> SandboxId {
+        let id = SandboxId::random();
+        self.records.create(id, &Record::first("i".parse().unwrap(), stamp(), BTreeMap::new())).await.unwrap();
+        id
+    }
+
+    async fn change(&self, id: SandboxId, change: OwnerChange) {
+        let there = self.records.read(id).await.unwrap().unwrap();
+        let next = there.record.by_owner(&there.record.holder().unwrap(), &[change], stamp()).unwrap();
+        self.records.swap(id, &there, &next).await.unwrap();
+    }
+
+    async fn publish(&self, id: SandboxId, saved: Saved, automatic: bool) -> Result<Manifest, Error> {
+        let latest = self.records.read(id).await.unwrap().unwrap().record.latest;
+        let prepared = self.volume.prepare(&saved, Contract { automatic, ..contract(id) }, latest).await;
+        saved.finish().await;
+        let prepared = prepared?;
+        self.change(id, OwnerChange::Publish(prepared.name)).await;
+        Ok(prepared.manifest)
+    }
+
+    async fn checkpoint(&self, id: SandboxId, seed: u64) -> Manifest {
+        let saved = self.save(seed).await;
+        self.publish(id, saved, false).await.unwrap()
+    }
+
+    async fn kill(&self, id: SandboxId) {
+        self.change(id, OwnerChange::Bury { reason: "killed".to_owned() }).await;
+    }
+
+    async fn is_whole(&self, manifest: &Manifest) -> bool {
+        let into = tempfile::tempdir().unwrap();
+        let loader = Loader::new(self.volume.clone(), ChunkIndex::default());
+        loader.load(&self.volume.manifest(manifest.at()).await.unwrap(), into.path(), u64::MAX).await.is_ok()
+    }
+
+    async fn verify(&self) {
+        let report = verify(&Loader::new(self.volume.clone(), ChunkIndex::default()), &[], Depth::Everything).await.unwrap();
+        assert!(report.is_clean(), "{:?}", report.faults);
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        let mut found: Vec<_> = files(self.root.path()).into_iter().filter(|path| !path.starts_with(self.root.path().join("locks"))).collect();
+        found.sort();
+        found
+    }
+
+    fn below(&self, dir: &str) -> Vec<PathBuf> {
+        self.files().into_iter().filter(|path| path.starts_with(self.root.path().join(dir))).collect()
+    }
+}
+
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        if entry.file_type().unwrap().is_dir() { found.extend(files(&entry.path())) } else { found.push(entry.path()) }
+    }
+    found
+}
+
+fn stamp() -> Stamp {
+    Stamp { unix: 0, nonce: Nonce::random() }
+}
+
+fn contract(sandbox_id: SandboxId) -> Contract {
+    Contract {
+        sandbox_id,
+        created_at: jiff::Timestamp::now(),
+        parent: None,
+        epoch: 1,
+        automatic: false,
+        name: None,
+        runsc_version: "release-20260905.0".into(),
+        platform: "systrap".into(),
+        cpu_features: Vec::new(),
+        image: ImageDigest::from_bytes([1; 32]),
+        agent_version: "0.1.0".into(),
+        spec: serde_json::Value::Null,
+        state: serde_json::Value::Null,
+        other: serde_json::Map::new(),
+    }
+}
+
+#[tokio::test]
+async fn the_newest_stay_what_the_record_names_stays_and_the_rest_goes() {
+    let here = Here::new();
+    let id = here.create().await;
+    let mut made = Vec::new();
+    for (seed, automatic) in [(1, false), (2, true), (3, false), (4, false), (5, true), (6, true)] {
+        let saved = here.save(seed).await;
+        made.push(here.publish(id, saved, automatic).await.unwrap());
+    }
+    let saved = here.save(7).await;
+    let snapshot = here.volume.put_snapshot(&saved, contract(id), SnapshotId::random()).await.unwrap();
+    saved.finish().await;
+    let before = here.files();
+    let would = here.collector("c").plan().await.unwrap();
+    assert_eq!(here.files(), before, "a look changes nothing");
+    let done = here.collect().await;
+    assert_eq!((would.checkpoints, would.packs, would.bytes()), (done.checkpoints, done.packs, done.bytes()));
+    assert_eq!(done.checkpoints, 3, "{done:?}");
+    assert!(done.packs >= 3 && done.pack_bytes > 3 << 18, "{done:?}");
+    let left = here.volume.checkpoints(id).await.unwrap();
+    let expected: Vec<_> = [2, 3, 5].iter().map(|n: &usize| made[*n].at()).collect();
+    let left: Vec<_> = left.into_iter().map(|name| ManifestAt::Checkpoint { sandbox_id: id, name }).collect();
+    assert_eq!(left, expected);
+    for manifest in [&made[2], &made[3], &made[5], &snapshot] {
+        assert!(here.is_whole(manifest).await);
+    }
+    here.verify().await;
+    assert!(here.below("collect/intents").is_empty() && here.below("collect/condemned").is_empty());
+    assert_eq!(here.collect().await, Collected::default(), "there is nothing more to do");
+}
+
+#[tokio::test]
+async fn of_a_killed_sandbox_nothing_is_left_but_what_its_copies_and_snapshots_need() {
+    let here = Here::new();
+    let (id, copy) = (here.create().await, here.create().await);
+    let manifest = here.checkpoint(id, 1).await;
+    here.volume.put_latest(id, CheckpointName::at(1).unwrap()).await.unwrap();
+    let again = here.saver(LONGEST).save_again(&manifest, &[]).await.unwrap();
+    assert_eq!((again.stats.written_bytes, again.stats.reused_bytes), (0, 1 << 20));
+    let copied = here.publish(copy, again, false).await.unwrap();
+    here.kill(id).await;
+    let done = here.collect().await;
+    assert_eq!((done.checkpoints, done.packs, done.sandboxes, done.tombstones), (1, 0, 1, 1), "{done:?}");
+    assert!(here.is_whole(&copied).await);
+    assert!(!here.root.path().join(id.to_string()).exists() && here.records.read(id).await.unwrap().is_none());
+    here.kill(copy).await;
+    let done = here.collect().await;
+    assert!(done.packs > 0 && here.below("packs").is_empty(), "{done:?}");
+    let left: Vec<_> = here.files();
+    assert_eq!(left, [here.root.path().join("collect/reserve")]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_writer_relies_on_is_kept_until_it_is_done() {
+    let here = Arc::new(Here::new());
+    let (id, other) = (here.create().await, here.create().await);
+    here.checkpoint(id, 1).await;
+    let saved = here.save(1).await;
+    assert!(!saved.relied_on.is_empty() && saved.stats.written_bytes == 0);
+    here.kill(id).await;
+    let collecting = tokio::spawn({
+        let here = Arc::clone(&here);
+        async move { here.collect().await }
+    });
+    // The list is there: the collector waits for the writer.
+    while here.below("collect/condemned").is_empty() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    // Who comes now does not rely on it.
+    let late = here.save(1).await;
+    assert!(late.relied_on.is_empty() && late.stats.written_bytes > 0, "{:?}", late.stats);
+    let manifest = here.publish(other, saved, false).await.unwrap();
+    let done = collecting.await.unwrap();
+    assert!(done.spared > 0 && done.packs == 0, "{done:?}");
+    let third = here.create().await;
+    let late = here.publish(third, late, false).await.unwrap();
+    assert!(here.is_whole(&manifest).await && here.is_whole(&late).await);
+    here.verify().await;
+}
+
+#[tokio::test]
+async fn a_writer_that_dies_is_waited_for_and_then_no_longer() {
+    let here = Here::new();
+    let id = here.create().await;
+    let saved = here.saver(LONGEST).save(Tenant::open(), &here.sources(1), &[]).await.unwrap();
+    let began = std::time::Instant::now();
+    let done = here.collect().await;
+    assert!(began.elapsed() >= 2 * LONGEST, "{:?}", began.elapsed());
+    assert!(done.dead_writers == 1 && done.packs > 0 && here.below("packs").is_empty(), "{done:?}");
+    // It was not dead, only slow: it fails, and can do it again.
+    let late = here.publish(id, saved, false).await;
+    assert!(matches!(late, Err(Error::TookTooLong { .. })), "{late:?}");
+    assert!(here.volume.checkpoints(id).await.unwrap().is_empty());
+    let manifest = here.checkpoint(id, 1).await;
+    assert!(here.is_whole(&manifest).await);
+}
+
+#[tokio::test]
+async fn a_save_that_takes_too_long_fails_also_if_nobody_collects() {
+    let here = Here::new();
+    let id = here.create().await;
+    let saved = here.saver(Duration::from_millis(1)).save(Tenant::open(), &here.sources(1), &[]).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    assert!(matches!(here.publish(id, saved, false).await, Err(Error::TookTooLong { .. })));
+    assert!(here.below("collect/intents").is_empty());
+}
+
+#[tokio::test]
+async fn what_is_gone_or_condemned_is_written_anew_for_a_copy() {
+    let here = Here::new();
+    let (id, copy) = (here.create().await, here.create().await);
+    let sources = here.sources(1);
+    let saved = here.saver(LONGEST).save(Tenant::open(), &sources, &[]).await.unwrap();
+    let manifest = here.publish(id, saved, false).await.unwrap();
+    here.kill(id).await;
+    here.collect().await;
+    assert!(here.below("packs").is_empty());
+    let again = here.saver(LONGEST).save_again(&manifest, &sources).await.unwrap();
+    assert!(again.stats.written_bytes > 0);
+    let copied = here.publish(copy, again, false).await.unwrap();
+    assert!(here.is_whole(&copied).await);
+}
+
+#[tokio::test]
+async fn a_collection_that_was_cut_off_is_gone_on_with() {
+    let here = Here::new();
+    let mut kept = Vec::new();
+    for round in 0..12 {
+        let (id, other) = (here.create().await, here.create().await);
+        here.checkpoint(id, round).await;
+        kept.push(here.checkpoint(other, round + 1000).await);
+        here.kill(id).await;
+        // Somewhere in the middle.
+        let _ = tokio::time::timeout(Duration::from_micros(600 * round), here.collector("dies").collect()).await;
+    }
+    // What was asked for may still be under way.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    here.collect().await;
+    here.collect().await;
+    assert!(here.below("collect/condemned").is_empty() && here.below("collect/intents").is_empty());
+    for manifest in &kept {
+        assert!(here.is_whole(manifest).await);
+    }
+    let needed: std::collections::BTreeSet<_> = kept.iter().flat_map(|manifest| manifest.packs().iter().map(|pack| pack.id)).collect();
+    let there = here.volume.packs(Tenant::open()).await.unwrap();
+    assert_eq!(there, needed.into_iter().collect::<Vec<_>>());
+    here.verify().await;
+}
+
+#[tokio::test]
+async fn while_something_cannot_be_read_no_pack_goes() {
+    let here = Here::new();
+    let (id, dead) = (here.create().await, here.create().await);
+    let manifest = here.checkpoint(id, 1).await;
+    here.checkpoint(dead, 2).await;
+    here.kill(dead).await;
+    let path = here.root.path().join(manifest.path().to_string());
+    let bytes = fs::read(&path).unwrap();
+    fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+    let done = here.collect().await;
+    assert!(done.packs == 0 && done.unreadable.len() == 1 && done.unreadable[0].contains("torn"), "{done:?}");
+    fs::write(&path, bytes).unwrap();
+    assert!(here.collect().await.packs > 0);
+    assert!(here.is_whole(&manifest).await);
+}
+
+#[tokio::test]
+async fn a_sandbox_without_a_record_and_what_is_newer_than_the_record_stay() {
+    let here = Here::new();
+    let (unknown, id) = (SandboxId::random(), here.create().await);
+    let saved = here.save(1).await;
+    let prepared = here.volume.prepare(&saved, contract(unknown), None).await.unwrap();
+    drop(saved);
+    here.checkpoint(id, 2).await;
+    let saved = here.save(3).await;
+    let later = here.volume.prepare(&saved, contract(id), None).await.unwrap();
+    saved.finish().await;
+    let done = here.collect().await;
+    assert_eq!((done.checkpoints, done.packs), (0, 0), "{done:?}");
+    assert!(here.is_whole(&prepared.manifest).await && here.is_whole(&later.manifest).await);
+}
+
+#[tokio::test]
+async fn what_writers_left_half_done_goes() {
+    let here = Here::new();
+    here.create().await;
+    let dir = here.root.path().join("packs").join(Tenant::open().to_string());
+    fs::create_dir_all(&dir).unwrap();
+    fs::write(dir.join("0123.pack#42"), b"half").unwrap();
+    let done = here.collect().await;
+    assert_eq!((done.staged, done.staged_bytes), (1, 4));
+    assert!(here.below("packs").is_empty());
+}
+
+#[tokio::test]
+async fn a_background_collection_leaves_it_to_another_that_is_at_it() {
+    let here = Here::new();
+    let (id, writer) = (here.create().await, here.create().await);
+    here.checkpoint(id, 1).await;
+    let saved = here.save(2).await;
+    here.kill(id).await;
+    // One that never ends, as long as the writer is there.
+    let _ = tokio::time::timeout(Duration::from_millis(100), here.collector("other").collect()).await;
+    assert_eq!(here.below("collect/condemned").len(), 1);
+    let collector = here.collector("c");
+    assert!(collector.collect_unless_another_does().await.unwrap().left_to_another);
+    here.publish(writer, saved, false).await.unwrap();
+    tokio::time::sleep(2 * LONGEST).await;
+    let done = collector.collect_unless_another_does().await.unwrap();
+    assert!(!done.left_to_another && done.packs > 0, "{done:?}");
+    assert!(here.below("collect/condemned").is_empty(), "what the other left goes when all of it is gone");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn writers_and_collectors_at_once_lose_nothing_and_leave_nothing() {
+    const WRITERS: u64 = 3;
+    const ROUNDS: u64 = 12;
+    let here = Arc::new(Here::new());
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let collectors: Vec<_> = (0..2)
+        .map(|number| {
+            let (here, stop) = (Arc::clone(&here), Arc::clone(&stop));
+            tokio::spawn(async move {
+                let collector = here.collector(&format!("c{number}"));
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    collector.collect().await.unwrap();
+                }
+            })
+        })
+        .collect();
+    let writers: Vec<_> = (0..WRITERS)
+        .map(|writer| {
+            let here = Arc::clone(&here);
+            tokio::spawn(async move {
+                let (mut kept, mut last) = (Vec::new(), None);
+                for round in 0..ROUNDS {
+                    let id = here.create().await;
+                    // What another wrote, or will, or had collected.
+                    let seed = (writer * 5 + round * 7) % 6;
+                    let manifest = here.checkpoint(id, seed).await;
+                    assert!(here.is_whole(&manifest).await, "{writer} {round}");
+                    let copy = here.create().await;
+                    let again = here.saver(Duration::from_secs(60)).save_again(&manifest, &here.sources(seed)).await.unwrap();
+                    let copied = here.publish(copy, again, false).await.unwrap();
+                    here.kill(id).await;
+                    if let Some((id, manifest)) = last.replace((copy, copied)) {
+                        if round % 3 == 0 { kept.push(manifest) } else { here.kill(id).await }
+                    }
+                }
+                kept.extend(last.map(|(_, manifest)| manifest));
+                kept
+            })
+        })
+        .collect();
+    let mut kept = Vec::new();
+    for writer in writers {
+        kept.extend(writer.await.unwrap());
+    }
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    for collector in collectors {
+        collector.await.unwrap();
+    }
+    here.collect().await;
+    for manifest in &kept {
+        assert!(here.is_whole(manifest).await, "{}", manifest.at());
+    }
+    here.verify().await;
+    let needed: std::collections::BTreeSet<_> = kept.iter().flat_map(|manifest| manifest.packs().iter().map(|pack| pack.id)).collect();
+    assert_eq!(here.volume.packs(Tenant::open()).await.unwrap(), needed.into_iter().collect::<Vec<_>>());
+    assert!(here.below("collect/condemned").is_empty() && here.below("collect/intents").is_empty());
+}
