@@ -61,7 +61,7 @@ enum Command {
     Extension(extension::Args),
     /// Make, list and remove the images that sandboxes start from
     Image(image::Args),
-    /// List and check what is kept on the volume of checkpoints
+    /// List, check, measure and clean what is kept on the volume of checkpoints
     Store(store::Args),
     /// Say in plain words what works on this machine and what does not
     Doctor(doctor::Args),

@@ -1,4 +1,7 @@
-//! `sandboxer store`: what is on the volume where sandboxes are kept.
+//! `sandboxer store`: what is on the volume where sandboxes are kept, and removing what nobody needs of it.
+
+mod du;
+mod gc;
 
 use std::{
     io::{self, Write},
@@ -48,12 +51,33 @@ enum Command {
         #[arg(long)]
         quick: bool,
     },
+    /// Remove what nobody needs: checkpoints beyond what is kept, killed sandboxes, data that nothing refers to. Servers may go on meanwhile
+    Gc {
+        /// Only say what would be removed
+        #[arg(long)]
+        dry_run: bool,
+        #[command(flatten)]
+        keep: Keep,
+    },
+    /// Say how much each sandbox needs, how much they share, and how much can be freed
+    Du {
+        #[command(flatten)]
+        keep: Keep,
+    },
+}
+
+/// What is kept: as the servers are told.
+#[derive(Debug, Clone, Copy, clap::Args)]
+struct Keep {
+    /// Checkpoints that are kept of a sandbox, beside the newest one and the newest two that nobody asked for
+    #[arg(long, env = "SANDBOXER_KEEP_CHECKPOINTS", default_value_t = 5, value_name = "N")]
+    keep_checkpoints: usize,
 }
 
 /// The volume and its records.
 struct Store {
     volume: Volume,
-    records: DirectoryRecords,
+    records: Arc<DirectoryRecords>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
@@ -63,6 +87,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let store = Store::open(path, args.volume_key_file.as_deref())?;
         match args.command {
             Command::Ls => store.ls(args.json).await,
+            Command::Gc { dry_run, keep } => gc::run(&store, keep.keep_checkpoints, dry_run, args.json).await,
+            Command::Du { keep } => du::run(&store, keep.keep_checkpoints, args.json).await,
             Command::Verify { quick } => store.verify(if quick { Depth::Sizes } else { Depth::Everything }, args.json).await,
         }
     })
@@ -79,7 +105,7 @@ impl Store {
             volume = volume.with_key(key);
         }
         let records = DirectoryRecords::open(path, codec, FailPoints::default()).with_context(|| path.display().to_string())?;
-        Ok(Self { volume, records })
+        Ok(Self { volume, records: Arc::new(records) })
     }
 
     /// Every record, and what is wrong with those that are none.
@@ -158,16 +184,19 @@ impl Store {
     }
 }
 
-fn row(id: SandboxId, record: &Record, checkpoints: usize) -> Value {
-    let status = match (&record.tombstone, &record.owner, &record.latest) {
+fn status(record: &Record) -> &'static str {
+    match (&record.tombstone, &record.owner, &record.latest) {
         (Some(_), ..) => "killed",
         (None, Some(_), _) => "running",
         (None, None, Some(_)) => "saved",
         (None, None, None) => "lost",
-    };
+    }
+}
+
+fn row(id: SandboxId, record: &Record, checkpoints: usize) -> Value {
     json!({
         "id": id.to_string(),
-        "status": status,
+        "status": status(record),
         "checkpoints": checkpoints,
         "latest": record.latest.map(|name| name.to_string()),
         "owner": record.owner.as_ref().map(ToString::to_string),

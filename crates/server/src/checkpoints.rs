@@ -4,6 +4,7 @@
 //! server's own template.
 
 mod catalogue;
+mod collecting;
 mod facts;
 mod images;
 mod state;
@@ -20,6 +21,7 @@ use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
     Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, ManifestAt, Metadata, Prepared,
     SandboxStatus, Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
+    collect::{LONGEST_SAVE, Retention, Writer},
     failpoint::FailPoints,
     key::Purpose,
     lease::{BootClock, Leases, Spawn, Terms},
@@ -30,7 +32,7 @@ use tokio::{sync::Semaphore, time::Instant};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
-pub(crate) use self::catalogue::{About, SavedCheckpoint, SavedSnapshot};
+pub(crate) use self::catalogue::{About, Origin, SavedCheckpoint, SavedSnapshot};
 pub use self::facts::Facts;
 pub(crate) use self::state::SavedState;
 use self::{
@@ -57,6 +59,24 @@ pub struct CheckpointSettings {
     pub cache_bytes: u64,
     pub terms: Terms,
     pub facts: Facts,
+    pub collection: Collection,
+}
+
+/// What is removed from the volume, and when.
+#[derive(Debug, Clone, Copy)]
+pub struct Collection {
+    /// How often this instance collects; none: never.
+    pub every: Option<Duration>,
+    /// Checkpoints of a sandbox that somebody asked for.
+    pub keep_checkpoints: usize,
+    /// A save that takes longer fails.
+    pub longest_save: Duration,
+}
+
+impl Default for Collection {
+    fn default() -> Self {
+        Self { every: Some(Duration::from_secs(600)), keep_checkpoints: Retention::default().checkpoints, longest_save: LONGEST_SAVE }
+    }
 }
 
 pub(crate) struct Checkpoints {
@@ -71,6 +91,7 @@ pub(crate) struct Checkpoints {
     largest_bytes: u64,
     tasks: TaskTracker,
     known: Known,
+    collection: Collection,
     /// Who saves by itself takes it.
     pub(crate) autosaves: Arc<Semaphore>,
 }
@@ -94,10 +115,10 @@ pub(crate) struct Found {
 
 impl Checkpoints {
     pub(crate) fn open(settings: CheckpointSettings, data_dir: &Path, largest_bytes: u64, tasks: TaskTracker) -> io::Result<Self> {
-        let CheckpointSettings { path, key_file, cache_bytes, terms, facts } = settings;
+        let CheckpointSettings { path, key_file, cache_bytes, terms, facts, collection } = settings;
         let key = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)?;
         let points = FailPoints::from_env()?;
-        let mut volume = Volume::on(Arc::new(LocalStore::open(&path, points.clone())?));
+        let mut volume = Volume::in_directory(LocalStore::open(&path, points.clone())?);
         let codec = match key.clone() {
             Some(key) => Codec::sealed(Arc::new(move |bytes| key.mac(Purpose::Record, bytes))),
             None => Codec::default(),
@@ -113,7 +134,9 @@ impl Checkpoints {
         fs::remove_dir_all(&work).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })?;
         private_dir(&work)?;
         let cache = Cache::open(&data_dir.join("cache"), cache_bytes, loader.clone()).map_err(other)?;
-        let saver = Saver::new(volume.clone(), index);
+        let instance = instance(data_dir)?;
+        let writer = Writer::new(instance.clone(), Arc::new(BootClock), collection.longest_save);
+        let saver = Saver::new(volume.clone(), index).with_writer(writer);
         let spawn: Spawn = {
             let tasks = tasks.clone();
             Arc::new(move |task| drop(tasks.spawn(task)))
@@ -123,12 +146,13 @@ impl Checkpoints {
             saver,
             volume,
             cache,
-            leases: Leases::new(records, Arc::new(BootClock), instance(data_dir)?, terms, spawn),
+            leases: Leases::new(records, Arc::new(BootClock), instance, terms, spawn),
             facts,
             work,
             largest_bytes: largest_bytes.saturating_add(ROOM_BYTES),
             tasks,
             known: Known::default(),
+            collection,
             autosaves: Arc::new(Semaphore::new(1)),
         })
     }
@@ -176,8 +200,9 @@ impl Checkpoints {
         wanted: CheckpointName,
     ) -> Result<CheckpointName, Error> {
         let (saved, contract) = self.store(id, &capture, epoch, None).await?;
-        let Prepared { name, manifest, .. } =
-            self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await?;
+        let prepared = self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await;
+        saved.finish().await;
+        let Prepared { name, manifest, .. } = prepared?;
         self.adopt(manifest, &capture).await;
         Ok(name)
     }
@@ -185,7 +210,9 @@ impl Checkpoints {
     /// Makes a capture a snapshot that stands on its own.
     pub(crate) async fn put_snapshot(&self, id: SandboxId, capture: Capture, epoch: u64, name: Option<String>) -> Result<Manifest, Error> {
         let (saved, contract) = self.store(id, &capture, epoch, name).await?;
-        let manifest = self.volume.put_snapshot(&saved, contract, SnapshotId::random()).await?;
+        let manifest = self.volume.put_snapshot(&saved, contract, SnapshotId::random()).await;
+        saved.finish().await;
+        let manifest = manifest?;
         self.adopt(manifest.clone(), &capture).await;
         Ok(manifest)
     }
@@ -200,13 +227,7 @@ impl Checkpoints {
     /// Writes the data of a capture, to which nothing refers yet.
     async fn store(&self, id: SandboxId, capture: &Capture, epoch: u64, name: Option<String>) -> Result<(SavedFiles, Contract), Error> {
         let tenant = tenant(capture.state.owner.as_deref());
-        let mut sources = Vec::new();
-        for name in FILES {
-            let path = capture.dir.path().join(name);
-            if path.exists() {
-                sources.push(Source { name: name.parse().map_err(invalid)?, path });
-            }
-        }
+        let sources = sources(capture.dir.path())?;
         let digest = self.images.put(&capture.image).await?;
         let parent = match capture.parent {
             Some(name) => self.volume.checkpoint(id, name).await.ok(),
@@ -233,13 +254,26 @@ impl Checkpoints {
         Ok((saved, contract))
     }
 
-    /// What was saved, once more: a new checkpoint of a sandbox with old content. Nothing counts yet.
-    pub(crate) async fn again(&self, of: &Manifest, record: &Record, after: Option<CheckpointName>) -> Result<CheckpointName, Error> {
+    /// What was saved, once more: a new checkpoint of a sandbox with old content. Nothing counts yet. `files` are that content: what is no longer on the volume
+    /// is written from them.
+    pub(crate) async fn again(
+        &self,
+        of: &Manifest,
+        files: &FileSet,
+        record: &Record,
+        after: Option<CheckpointName>,
+    ) -> Result<CheckpointName, Error> {
         let contract = of.contract().ok_or_else(|| Error::Invalid(format!("{} is not that of a sandbox", of.at())))?;
         let parent = match of.at() {
             ManifestAt::Checkpoint { sandbox_id, name } if sandbox_id == record.id => Some(name),
             _ => None,
         };
+        let saved = self.saver.save_again(of, &sources(files.dir())?).await?;
+        let saving = Saving { written_bytes: saved.stats.written_bytes, reused_bytes: saved.stats.reused_bytes };
+        let mut other = saving.noted();
+        if parent.is_none() {
+            other.extend(Origin::of(of).map(Origin::noted).unwrap_or_default());
+        }
         let contract = Contract {
             sandbox_id: record.id,
             created_at: jiff::Timestamp::now(),
@@ -248,10 +282,12 @@ impl Checkpoints {
             automatic: false,
             name: None,
             state: serde_json::to_value(SavedState::of(record)).map_err(invalid)?,
-            other: Saving { written_bytes: 0, reused_bytes: of.raw_bytes() }.noted(),
+            other,
             ..contract.clone()
         };
-        Ok(self.volume.prepare_copy(of, contract, after).await?.name)
+        let prepared = self.volume.prepare(&saved, contract, after).await;
+        saved.finish().await;
+        Ok(prepared?.name)
     }
 
     /// What was saved there, checked but for its data, for somebody who may know of it. None: it is not there, or of an owner that does not
@@ -290,6 +326,8 @@ impl Checkpoints {
                 debug!(ms = begun.elapsed().as_millis(), origin = ?files.origin, "what was saved is here");
                 Ok(files)
             }
+            // Retention may have let it go while it was read.
+            Err(_) if self.is_there(found.manifest.at()).await == Ok(false) => Err(format!("{} was deleted meanwhile", found.manifest.at())),
             Err(error) => Err(self.advised(found.manifest.at(), error.whole()).await),
         }
     }
@@ -326,6 +364,14 @@ impl Checkpoints {
         Ok(Found { state, image, manifest })
     }
 
+    /// Says where people look what a sandbox was made from: that outlives its first checkpoint.
+    pub(crate) async fn note_origin(&self, id: SandboxId, origin: Option<Origin>) -> Result<(), Error> {
+        let Some(origin) = origin else { return Ok(()) };
+        let mut metadata = self.volume.metadata(id).await?;
+        metadata.other.extend(origin.noted());
+        self.volume.put_metadata(id, &metadata).await
+    }
+
     /// Brings the copies up to date that people and tools read.
     pub(crate) async fn describe(&self, record: &Record, status: SandboxStatus, latest: Option<CheckpointName>) -> Result<(), Error> {
         if let Some(name) = latest {
@@ -350,6 +396,12 @@ impl Checkpoints {
         metadata.image = record.image.file_stem().and_then(|stem| stem.to_str()).map(str::to_owned);
         self.volume.put_metadata(record.id, &metadata).await
     }
+}
+
+/// runsc's files in a directory.
+fn sources(dir: &Path) -> Result<Vec<Source>, Error> {
+    let there = FILES.into_iter().map(|name| (name, dir.join(name))).filter(|(_, path)| path.exists());
+    there.map(|(name, path)| Ok(Source { name: name.parse().map_err(invalid)?, path })).collect()
 }
 
 /// Whose data it is.

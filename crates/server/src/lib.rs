@@ -22,7 +22,7 @@ mod tenants;
 mod tls;
 mod workspaces;
 
-pub use checkpoints::{CheckpointSettings, Facts};
+pub use checkpoints::{CheckpointSettings, Collection, Facts};
 pub use http::{Access, ApiKey, InvalidKeys};
 pub use images::{BaseImage, Images};
 pub use limits::Limits;

@@ -37,7 +37,10 @@ use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
     time::Instant,
 };
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::{
+    sync::CancellationToken,
+    task::{AbortOnDropHandle, TaskTracker},
+};
 use tracing::{Instrument as _, info, info_span, warn};
 
 pub(crate) use self::{
@@ -218,6 +221,13 @@ impl Manager {
             turns: Arc::new(Semaphore::new(leave::saves_at_once())),
             taking_up: watch::Sender::default(),
         }))
+    }
+
+    /// Collects on the volume, if there is one, for as long as what this returns is kept.
+    pub(crate) fn collect(&self) -> Option<AbortOnDropHandle<()>> {
+        let checkpoints = self.checkpoints.clone()?;
+        let collecting = checkpoints.collect_again_and_again(self.settings.remember, Arc::clone(&self.metrics));
+        Some(AbortOnDropHandle::new(tokio::spawn(collecting)))
     }
 
     pub(crate) fn settings(&self) -> &Settings {

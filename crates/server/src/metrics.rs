@@ -29,6 +29,8 @@ pub(crate) struct Metrics {
     pub(crate) save_failures: Counter,
     pub(crate) restores: Counter,
     pub(crate) ended: Counter,
+    pub(crate) collections: Counter,
+    pub(crate) collected_bytes: Counter,
 }
 
 impl Metrics {
@@ -51,6 +53,8 @@ impl Metrics {
             save_failures: Counter::default(),
             restores: Counter::default(),
             ended: Counter::default(),
+            collections: Counter::default(),
+            collected_bytes: Counter::default(),
         };
         metrics.registered()
     }
@@ -72,6 +76,8 @@ impl Metrics {
         registry.register("restores", "Sandboxes restored from a checkpoint", self.restores.clone());
         registry.register("taken_up", "Sandboxes taken up from an earlier server process", self.taken_up.clone());
         registry.register("ended", "Sandboxes that ended here", self.ended.clone());
+        registry.register("collections", "Collections of the volume by this instance", self.collections.clone());
+        registry.register("collected_bytes", "Bytes that these removed", self.collected_bytes.clone());
         self
     }
 

@@ -113,8 +113,12 @@ impl Server {
                 None => std::future::pending().await,
             }
         };
+        let collecting = self.manager.collect();
         let ending = async {
-            let stop = match stop.await {
+            let stop = stop.await;
+            // Saves come first; who collects next goes on with it.
+            drop(collecting);
+            let stop = match stop {
                 StopHow::Drain => Stop::Drain,
                 StopHow::Restart => Stop::Restart,
             };

@@ -1,4 +1,4 @@
-//! The seeded simulator of the lease, the handoff and the publication of checkpoints.
+//! The seeded simulator of the lease, the handoff and the publication of checkpoints, and of collection against writers ([`run_collection`]).
 //!
 //! What runs here is what production runs (`sandboxer_store::lease`): only the clock, the way to the records, the sandbox and the
 //! executor are replaced. A seed decides everything else: which task goes on, how long a message takes and whether it arrives once,
@@ -15,6 +15,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
 
 mod clock;
+mod collection;
 mod host;
 mod network;
 mod node;
@@ -24,6 +25,7 @@ mod truth;
 mod world;
 mod writer;
 
+pub use collection::{CollectionCounts, CollectionOutcome, run_collection};
 pub use scenario::{Outcome, run};
 pub use truth::Counts;
 pub use writer::{Cost, Writer};

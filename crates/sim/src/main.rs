@@ -11,10 +11,10 @@ use std::{
 };
 
 use clap::{Parser, Subcommand};
-use sandboxer_sim::{Cost, Counts, Writer, run};
-use sandboxer_store::lease::Faults;
+use sandboxer_sim::{CollectionCounts, Cost, Counts, Writer, run, run_collection};
+use sandboxer_store::{collect::CollectFaults, lease::Faults};
 
-/// Runs the lease and the handoff on seeded schedules of faults.
+/// Runs the lease and the handoff, or collection, on seeded schedules of faults.
 #[derive(Parser)]
 struct Arguments {
     /// How many seeds.
@@ -26,6 +26,9 @@ struct Arguments {
     /// Only this seed, every step of which is printed.
     #[arg(long)]
     replay: Option<u64>,
+    /// Collection against writers, instead of lease and handoff.
+    #[arg(long)]
+    collection: bool,
     #[command(subcommand)]
     instead: Option<Instead>,
 }
@@ -40,8 +43,8 @@ enum Instead {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    if let Some(instead) = arguments.instead {
+    let mut arguments = Arguments::parse();
+    if let Some(instead) = arguments.instead.take() {
         let done = match instead {
             Instead::Writer(writer) => writer.run(),
             Instead::Cost(cost) => cost.run(),
@@ -54,14 +57,36 @@ fn main() -> ExitCode {
             }
         };
     }
+    if arguments.collection {
+        let run = |seed, trace| {
+            let outcome = run_collection(seed, CollectFaults::default(), trace);
+            (outcome.counts, outcome.violation)
+        };
+        return all(&arguments, CollectionCounts::default(), run, CollectionCounts::add, "--collection ");
+    }
+    let run = |seed, trace| {
+        let outcome = run(seed, Faults::default(), trace);
+        (outcome.counts, outcome.violation)
+    };
+    all(&arguments, Counts::default(), run, Counts::add, "")
+}
+
+/// Runs all seeds, on all cores, until one fails.
+fn all<C: std::fmt::Debug + Send>(
+    arguments: &Arguments,
+    counts: C,
+    run: impl Fn(u64, bool) -> (C, Option<String>) + Sync,
+    add: impl Fn(&mut C, &C) + Sync,
+    option: &str,
+) -> ExitCode {
     if let Some(seed) = arguments.replay {
-        return report(run(seed, Faults::default(), true).violation.map(|what| (seed, what)));
+        return report(run(seed, true).1.map(|what| (seed, what)), option);
     }
     let begun = Instant::now();
     let next = AtomicU64::new(arguments.from);
     let end = arguments.from + arguments.seeds;
     let failed = Mutex::new(None);
-    let total = Mutex::new(Counts::default());
+    let total = Mutex::new(counts);
     let workers = thread::available_parallelism().map_or(1, std::num::NonZero::get);
     thread::scope(|scope| {
         for _ in 0..workers {
@@ -71,9 +96,9 @@ fn main() -> ExitCode {
                     if seed >= end {
                         return;
                     }
-                    let outcome = run(seed, Faults::default(), false);
-                    total.lock().unwrap_or_else(PoisonError::into_inner).add(&outcome.counts);
-                    if let Some(what) = outcome.violation {
+                    let (counts, violation) = run(seed, false);
+                    add(&mut total.lock().unwrap_or_else(PoisonError::into_inner), &counts);
+                    if let Some(what) = violation {
                         failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((seed, what));
                         next.store(end, Ordering::Relaxed);
                     }
@@ -83,11 +108,11 @@ fn main() -> ExitCode {
     });
     println!("{} seeds in {:.1} s", arguments.seeds, begun.elapsed().as_secs_f64());
     println!("{:?}", total.into_inner().unwrap_or_else(PoisonError::into_inner));
-    report(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
+    report(failed.into_inner().unwrap_or_else(PoisonError::into_inner), option)
 }
 
-fn report(failed: Option<(u64, String)>) -> ExitCode {
+fn report(failed: Option<(u64, String)>, option: &str) -> ExitCode {
     let Some((seed, what)) = failed else { return ExitCode::SUCCESS };
-    eprintln!("seed {seed}: {what}\nreplay it with: cargo run --release -p sandboxer-sim -- --replay {seed}");
+    eprintln!("seed {seed}: {what}\nreplay it with: cargo run --release -p sandboxer-sim -- {option}--replay {seed}");
     ExitCode::FAILURE
 }

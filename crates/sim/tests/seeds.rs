@@ -1,7 +1,7 @@
 //! Schedules on which nothing may go wrong.
 
-use sandboxer_sim::{Counts, run};
-use sandboxer_store::lease::Faults;
+use sandboxer_sim::{CollectionCounts, Counts, run, run_collection};
+use sandboxer_store::{collect::CollectFaults, lease::Faults};
 
 #[test]
 fn nothing_goes_wrong_on_five_hundred_schedules() {
@@ -20,6 +20,26 @@ fn nothing_goes_wrong_on_five_hundred_schedules() {
 fn a_seed_always_goes_the_same_way() {
     for seed in 0..20 {
         let counts = || format!("{:?}", run(seed, Faults::default(), false).counts);
+        assert_eq!(counts(), counts());
+    }
+}
+
+#[test]
+fn nothing_is_lost_and_nothing_is_left_on_five_hundred_schedules_of_collection() {
+    let mut counts = CollectionCounts::default();
+    for seed in 0..500 {
+        let outcome = run_collection(seed, CollectFaults::default(), false);
+        assert_eq!(outcome.violation, None, "replay it with: cargo run --release -p sandboxer-sim -- --collection --replay {seed}");
+        counts.add(&outcome.counts);
+    }
+    let rare = [counts.late_saves, counts.written_anew, counts.spared, counts.dead_writers, counts.deleted, counts.kills, counts.crashes];
+    assert!(rare.iter().all(|count| *count >= 50), "{counts:?}");
+}
+
+#[test]
+fn a_seed_of_collection_always_goes_the_same_way() {
+    for seed in 0..10 {
+        let counts = || format!("{:?}", run_collection(seed, CollectFaults::default(), false).counts);
         assert_eq!(counts(), counts());
     }
 }

@@ -13,6 +13,7 @@ mod faults;
 mod intent;
 mod retention;
 mod scan;
+mod usage;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,6 +29,7 @@ pub use self::{
     faults::CollectFaults,
     intent::{Intent, LONGEST_SAVE, Writer},
     retention::Retention,
+    usage::{Share, Usage},
 };
 use self::{
     condemned::List,

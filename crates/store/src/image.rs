@@ -48,7 +48,9 @@ impl Saver {
         let saved = self.save(Tenant::images(), &[source], &relatives.iter().collect::<Vec<_>>()).await?;
         let manifest = saved.manifest(at, About::Image {})?;
         let encoded = manifest.encode(volume.key())?;
-        match saved.intent.commit(volume.put(&at.path(), encoded.into(), mode)).await {
+        let put = saved.intent.commit(volume.put(&at.path(), encoded.into(), mode)).await;
+        saved.finish().await;
+        match put {
             Ok(()) => Ok(true),
             Err(Error::Exists { .. }) => Ok(false),
             Err(error) => Err(error),

@@ -12,6 +12,8 @@
 //! Memory: [`PACKS_IN_MEMORY`] packs and a few MiB a worker, however large the files.
 
 mod job;
+#[cfg(feature = "simulated")]
+mod simulated;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -169,17 +171,42 @@ impl Saver {
     /// # Errors
     /// As [`Saver::save`].
     pub async fn save_again(&self, of: &Manifest, sources: &[Source]) -> Result<Saved> {
+        match self.rely_on(of).await? {
+            Some(saved) => Ok(saved),
+            None => self.save(of.tenant(), sources, &[of]).await,
+        }
+    }
+
+    /// The same without writing any of it; none if something of it is gone or condemned.
+    ///
+    /// # Errors
+    /// The volume can't be written or read.
+    pub async fn rely_on(&self, of: &Manifest) -> Result<Option<Saved>> {
         let began = Instant::now();
         let intent = self.writer.begin(&self.volume).await?;
         let tenant = of.tenant();
         let condemned = of.packs().iter().any(|pack| intent.condemned().has(tenant, pack.id));
-        if condemned || matches!(self.volume.check_packs(of).await, Err(Error::Damaged { .. })) {
-            intent.finish().await;
-            return self.save(tenant, sources, &[of]).await;
+        let there = if condemned { Ok(false) } else { self.volume.check_packs(of).await.map(|()| true) };
+        match there {
+            Ok(true) => {}
+            Ok(false) | Err(Error::Damaged { .. }) => {
+                intent.finish().await;
+                return Ok(None);
+            }
+            Err(error) => {
+                intent.finish().await;
+                return Err(error);
+            }
         }
         let stats = SaveStats { raw_bytes: of.raw_bytes(), reused_bytes: of.raw_bytes(), took: began.elapsed(), ..SaveStats::default() };
-        let relied_on = of.packs().iter().map(|pack| pack.id).collect();
-        Ok(Saved { tenant, packs: of.packs().to_vec(), files: of.files().to_vec(), chunks: of.chunks().to_vec(), stats, relied_on, intent })
+        let finished = Finished {
+            packs: of.packs().to_vec(),
+            files: of.files().to_vec(),
+            chunks: of.chunks().to_vec(),
+            stats,
+            relied_on: of.packs().iter().map(|pack| pack.id).collect(),
+        };
+        Ok(Some(finished.with(tenant, intent)))
     }
 
     async fn save_new(

@@ -332,6 +332,25 @@ async fn a_sandbox_without_a_record_and_what_is_newer_than_the_record_stay() {
 }
 
 #[tokio::test]
+async fn who_needs_what_is_told_to_the_byte() {
+    let here = Here::new();
+    let (one, other) = (here.create().await, here.create().await);
+    for seed in [1, 2] {
+        here.checkpoint(one, seed).await;
+    }
+    here.checkpoint(other, 3).await;
+    let half = 1 << 19;
+    let usage = here.volume.usage(|manifest| Some(manifest.contract().unwrap().sandbox_id)).await.unwrap();
+    let (first, second) = (usage.shares[&one], usage.shares[&other]);
+    // The half that all have, and the other half of each: chunks at the border may have a bit of both.
+    let near = |found: u64, expected: u64| found.abs_diff(expected) <= half / 2;
+    assert!(near(first.own, 2 * half) && near(second.own, half), "{usage:?}");
+    assert!(near(first.shared, half) && first.shared == second.shared && usage.shared == first.shared, "{usage:?}");
+    assert_eq!(usage.needed(), first.own + second.own + usage.shared);
+    assert!(usage.packs >= usage.needed() && usage.packs < usage.needed() + (1 << 16), "{usage:?}");
+}
+
+#[tokio::test]
 async fn what_writers_left_half_done_goes() {
     let here = Here::new();
     here.create().await;
@@ -359,6 +378,9 @@ async fn a_background_collection_leaves_it_to_another_that_is_at_it() {
     tokio::time::sleep(2 * LONGEST).await;
     let done = collector.collect_unless_another_does().await.unwrap();
     assert!(!done.left_to_another && done.packs > 0, "{done:?}");
+    assert_eq!(here.below("collect/condemned").len(), 1, "something that it names is in use");
+    here.kill(writer).await;
+    collector.collect().await.unwrap();
     assert!(here.below("collect/condemned").is_empty(), "what the other left goes when all of it is gone");
 }
 

@@ -11,7 +11,7 @@ use std::{
 use clap::ValueEnum;
 use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
-use sandboxer_server::{Access, ApiKey, CheckpointSettings, Facts, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings};
+use sandboxer_server::{Access, ApiKey, CheckpointSettings, Collection, Facts, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings};
 
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
@@ -103,6 +103,15 @@ pub(crate) struct Args {
     /// volume need the same
     #[arg(long, env = "SANDBOXER_LEASE", default_value_t = 15.0, value_name = "SECONDS")]
     lease: f64,
+    /// Checkpoints that are kept of a sandbox, beside the newest one and the newest two that nobody asked for
+    #[arg(long, env = "SANDBOXER_KEEP_CHECKPOINTS", default_value_t = 5, value_name = "N")]
+    keep_checkpoints: usize,
+    /// Seconds between two collections of the volume by this instance, which remove what nobody needs; 0: it does none
+    #[arg(long, env = "SANDBOXER_COLLECT_EVERY", default_value_t = 600.0, value_name = "SECONDS")]
+    collect_every: f64,
+    /// Seconds that saving a sandbox may take; a save that takes longer fails, and a writer that is silent for twice as long is taken for dead by whoever collects
+    #[arg(long, env = "SANDBOXER_LONGEST_SAVE", default_value_t = 900.0, value_name = "SECONDS")]
+    longest_save: f64,
     /// Directory of hosts.toml, extensions.toml and profiles/, for sandboxes of other kinds [default: $XDG_CONFIG_HOME/sandboxer, or ~/.config/sandboxer]
     #[arg(long, env = "SANDBOXER_CONFIG_DIR", value_name = "DIR")]
     config_dir: Option<PathBuf>,
@@ -169,6 +178,8 @@ impl Args {
         let stop_grace = faults.take(seconds("--stop-grace", self.stop_grace));
         let remember = faults.take(seconds("--remember", self.remember));
         faults.unless((MIN_LEASE..=MAX_LEASE).contains(&self.lease), "--lease: at least 3 and at most 300 seconds");
+        let collect_every = faults.take(seconds("--collect-every", self.collect_every));
+        faults.unless((1.0..=86_400.0).contains(&self.longest_save), "--longest-save: at least 1 and at most 86400 seconds");
         let data_dir = faults.take(self.data_dir());
         let image_dir = faults.take(self.image_dir.clone().or_else(ImageStore::default_directory).ok_or_else(no_home("--image-dir")));
         let runsc = faults.take(sandboxer_runsc::find(self.runsc.as_deref()).map_err(|error| format!("--runsc: {error}")));
@@ -206,6 +217,11 @@ impl Args {
             cache_bytes: self.cache_mb.saturating_mul(1024 * 1024),
             terms: Terms::of_lease(Duration::from_secs_f64(self.lease)),
             facts: Facts::default(),
+            collection: Collection {
+                every: collect_every.flatten(),
+                keep_checkpoints: self.keep_checkpoints,
+                longest_save: Duration::from_secs_f64(self.longest_save),
+            },
         });
         Ok(Checked { settings, image_dir, runsc })
     }

@@ -21,6 +21,8 @@ use super::{Checkpoints, SavedState};
 const LOOKS_AT_ONCE: usize = 8;
 /// Where a manifest says what the save did.
 const SAVING: &str = "saving";
+/// Where it says what it was made from, and `metadata.json` too.
+const FROM: &str = "from";
 
 /// What a save did, as its manifest tells it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +41,38 @@ impl Saving {
     }
 }
 
+/// What a sandbox, or a checkpoint, was made from that is not a checkpoint of the same sandbox.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Origin {
+    /// The sandbox that was saved.
+    pub(crate) sandbox_id: SandboxId,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) checkpoint: Option<CheckpointName>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) snapshot_id: Option<SnapshotId>,
+}
+
+impl Origin {
+    pub(crate) fn of(manifest: &Manifest) -> Option<Self> {
+        let sandbox_id = manifest.contract()?.sandbox_id;
+        Some(match manifest.at() {
+            ManifestAt::Checkpoint { name, .. } => Self { sandbox_id, checkpoint: Some(name), snapshot_id: None },
+            ManifestAt::Snapshot { snapshot_id } => Self { sandbox_id, checkpoint: None, snapshot_id: Some(snapshot_id) },
+            ManifestAt::Image { .. } => return None,
+        })
+    }
+
+    /// As a part of a manifest's contract, or of a sandbox's metadata.
+    pub(super) fn noted(self) -> Map<String, Value> {
+        let noted = serde_json::to_value(self).map(|noted| (FROM.to_owned(), noted));
+        noted.into_iter().collect()
+    }
+
+    pub(super) fn read(noted: &Map<String, Value>) -> Option<Self> {
+        Self::deserialize(noted.get(FROM)?).ok()
+    }
+}
+
 /// What is known of something that was saved.
 #[derive(Debug)]
 pub(crate) struct About {
@@ -51,6 +85,7 @@ pub(crate) struct About {
     /// Bytes on the volume, shared with others or not.
     pub(crate) stored_bytes: u64,
     pub(crate) saving: Saving,
+    pub(crate) from: Option<Origin>,
     pub(crate) state: SavedState,
 }
 
@@ -158,7 +193,7 @@ impl Checkpoints {
         }
     }
 
-    async fn is_there(&self, at: ManifestAt) -> Result<bool, String> {
+    pub(super) async fn is_there(&self, at: ManifestAt) -> Result<bool, String> {
         match self.volume.store().head(&at.path()).await {
             Ok(_) => Ok(true),
             Err(object_store::Error::NotFound { .. }) => Ok(false),
@@ -181,6 +216,7 @@ impl About {
             raw_bytes: manifest.raw_bytes(),
             stored_bytes: manifest.stored_bytes(),
             saving,
+            from: Origin::read(&contract.other),
             state: SavedState::read(&contract.state).map_err(|why| format!("{}: {why}", manifest.at()))?,
         })
     }

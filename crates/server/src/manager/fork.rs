@@ -18,7 +18,7 @@ use tracing::{Instrument as _, info, info_span, warn};
 
 use super::{CERTAIN_WITHIN, CreateError, Created, Manager, Opened, Running, Wire, converse, hash, new_token, prepare};
 use crate::{
-    checkpoints::{Checkpoints, Found},
+    checkpoints::{Checkpoints, Found, Origin},
     sandbox::record::{RECORD_VERSION, Record},
     workspaces::may_see,
 };
@@ -81,7 +81,7 @@ impl Manager {
         };
         let copies = all_or_why(stream::iter(planned.into_iter().map(begin)).buffer_unordered(AT_ONCE).collect().await);
         let copies = match copies {
-            Ok(copies) => self.save_all(copies, &found).await,
+            Ok(copies) => self.save_all(copies, &found, &files).await,
             Err(undone) => Err(undone),
         };
         let copies = match copies {
@@ -94,7 +94,9 @@ impl Manager {
         };
         info!(ms = begun.elapsed().as_millis(), "forked");
         self.metrics.forks.inc_by(copies.len() as u64);
-        Ok(copies.into_iter().zip(slots).zip(places).map(|((copy, slot), place)| self.release(copy, (Some(slot), place))).collect())
+        let origin = Origin::of(&found.manifest);
+        let made = copies.into_iter().zip(slots).zip(places);
+        Ok(made.map(|((copy, slot), place)| self.release(copy, (Some(slot), place), origin.clone())).collect())
     }
 
     /// Room for so many more.
@@ -196,11 +198,11 @@ impl Manager {
 
     /// Each that is kept on the volume is safe there from its first moment, for the price of a manifest; then it is one that the next
     /// server takes up.
-    async fn save_all(&self, copies: Vec<Begun>, found: &Found) -> Result<Vec<Begun>, (Vec<Begun>, String)> {
+    async fn save_all(&self, copies: Vec<Begun>, found: &Found, files: &FileSet) -> Result<Vec<Begun>, (Vec<Begun>, String)> {
         let save = |mut copy: Begun| async {
             let saved = async {
                 if let Some((checkpoints, held)) = &copy.held {
-                    let name = checkpoints.again(&found.manifest, &copy.record, None).await.map_err(|error| error.whole())?;
+                    let name = checkpoints.again(&found.manifest, files, &copy.record, None).await.map_err(|error| error.whole())?;
                     held.lease.publish(name).await.map_err(|error| error.to_string())?;
                     copy.saved = Some(name);
                 }
@@ -236,12 +238,21 @@ impl Manager {
     }
 
     /// Gives it its driver.
-    fn release(self: &Arc<Self>, copy: Begun, place: (Option<tokio::sync::OwnedSemaphorePermit>, crate::tenants::Place)) -> Created {
+    fn release(
+        self: &Arc<Self>,
+        copy: Begun,
+        place: (Option<tokio::sync::OwnedSemaphorePermit>, crate::tenants::Place),
+        origin: Option<Origin>,
+    ) -> Created {
         let Begun { token, record, running, held, saved, .. } = copy;
         if let (Some((checkpoints, _)), Some(_)) = (&held, saved) {
             let (checkpoints, record) = (Arc::clone(checkpoints), record.clone());
             self.drivers.spawn(async move {
-                if let Err(error) = checkpoints.describe(&record, SandboxStatus::Running, saved).await {
+                let described = async {
+                    checkpoints.note_origin(record.id, origin).await?;
+                    checkpoints.describe(&record, SandboxStatus::Running, saved).await
+                };
+                if let Err(error) = described.await {
                     warn!(error = error.whole(), id = %record.id, "the volume could not be told that the sandbox runs");
                 }
             });

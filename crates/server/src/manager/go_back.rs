@@ -5,7 +5,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
-    CheckpointName, ManifestAt, SandboxStatus,
+    CheckpointName, FileSet, ManifestAt, SandboxStatus,
     lease::{Held, Release, Sought},
 };
 use tokio_util::sync::CancellationToken;
@@ -62,12 +62,12 @@ impl Manager {
         let found = checkpoints.find_for(to, &self.images, |of| of == owner).await.map_err(ArriveError::Failed)?;
         let found = found.ok_or_else(|| ArriveError::Failed("There is no such snapshot or checkpoint.".to_owned()))?;
         // What is broken is found out now, and not when somebody attaches.
-        let _files = checkpoints.bring(&found).await.map_err(ArriveError::Failed)?;
+        let files = checkpoints.bring(&found).await.map_err(ArriveError::Failed)?;
         let held = match checkpoints.leases.seek(id, &CancellationToken::new()).await {
             Sought::Held(held) => held,
             other => return Err(not_held(&other)),
         };
-        match publish(&checkpoints, id, &held, &there, found).await {
+        match publish(&checkpoints, id, &held, &there, (found, files)).await {
             Ok(name) => info!(%name, %to, "went back while it rests"),
             Err(why) => {
                 // It is as it was.
@@ -90,7 +90,7 @@ async fn publish(
     id: SandboxId,
     held: &Held,
     there: &OnVolume,
-    found: Found,
+    (found, files): (Found, FileSet),
 ) -> Result<CheckpointName, String> {
     let Found { state, manifest, .. } = found;
     // Whoever had it may have saved it once more.
@@ -113,7 +113,7 @@ async fn publish(
         container: None,
         standby: false,
     };
-    let name = checkpoints.again(&manifest, &record, latest).await.map_err(|error| error.whole())?;
+    let name = checkpoints.again(&manifest, &files, &record, latest).await.map_err(|error| error.whole())?;
     held.lease.publish(name).await.map_err(|error| error.to_string())?;
     if let Err(error) = checkpoints.describe(&record, SandboxStatus::Checkpointed, Some(name)).await {
         warn!(error = error.whole(), "the checkpoint counts, but its copies on the volume are out of date");

@@ -100,7 +100,8 @@ impl Roller {
             let instance = manager.runtime.restore(&launch, files.dir()).await.map_err(|error| error.to_string())?;
             let opened = converse(instance, &record.marker, manager.settings.start_timeout).await?;
             if let Some(keeper) = &going.keeper {
-                let name = self.checkpoints.again(&manifest, &record, keeper.lease().latest()).await.map_err(|error| error.whole())?;
+                let name = self.checkpoints.again(&manifest, &files, &record, keeper.lease().latest()).await;
+                let name = name.map_err(|error| error.whole())?;
                 keeper.lease().publish(name).await.map_err(|error| error.to_string())?;
                 going.host.stands_on(Some(name));
             }

@@ -152,7 +152,9 @@ async fn a_file_that_is_not_there_fails_the_save_and_leaves_nothing() {
     let here = Here::new();
     let source = Source { name: "pages.img".parse().unwrap(), path: here.local.path().join("none") };
     assert!(matches!(here.saver().save(Tenant::open(), &[source], &[]).await, Err(Error::Local { .. })));
-    assert_eq!(fs::read_dir(here.root.path()).unwrap().count(), 0);
+    let left = fs::read_dir(here.root.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>();
+    assert_eq!(left, ["collect"]);
+    assert_eq!(fs::read_dir(here.root.path().join("collect/intents")).unwrap().count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
