@@ -22,10 +22,11 @@ test: test-image
 soak: test-image
 	scripts/soak
 
-# The lease and the handoff on SEEDS seeded schedules of faults; a failing seed says how to replay it.
+# The lease and the handoff, and collection against writers, each on SEEDS seeded schedules of faults; a failing seed says how to replay it.
 SEEDS ?= 1000
 sim: setup
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --seeds $(SEEDS)
+	$(CARGO) run --release --quiet -p sandboxer-sim -- --collection --seeds $(SEEDS)
 
 # BENCH_ARGS: --rounds N, --check (exit code 1 if a bar is missed), --json FILE; see docs/benchmarks.
 bench: export SANDBOXER_IMAGE_DIR ?= $(CURDIR)/target/images

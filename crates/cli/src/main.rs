@@ -10,6 +10,7 @@ mod run;
 mod serve;
 mod store;
 mod travel;
+mod tree;
 mod workspaces;
 
 use std::process::ExitCode;
@@ -55,6 +56,8 @@ enum Command {
     Rollback(travel::RollbackArgs),
     /// Make copies of a sandbox, of one of its checkpoints or of a snapshot, and print their ids
     Fork(travel::ForkArgs),
+    /// Draw the history of a sandbox: what was saved of it, what it came from and what came from it
+    Tree(tree::TreeArgs),
     /// List, show and check profiles: what kinds of sandboxes there are
     Profiles(workspaces::ProfilesArgs),
     /// For those who write an extension
@@ -88,6 +91,7 @@ fn main() -> ExitCode {
         Command::Checkpoints(args) => travel::checkpoints(&args),
         Command::Rollback(args) => travel::rollback(&args),
         Command::Fork(args) => travel::fork(&args),
+        Command::Tree(args) => tree::tree(&args),
         Command::Restore(args) => workspaces::restore(&args),
         Command::Snapshots(args) => workspaces::snapshots(&args),
         Command::Profiles(args) => workspaces::profiles(&args),

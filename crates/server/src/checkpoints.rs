@@ -6,6 +6,7 @@
 mod catalogue;
 mod collecting;
 mod facts;
+mod family;
 mod images;
 mod state;
 
@@ -34,6 +35,7 @@ use tracing::{debug, warn};
 
 pub(crate) use self::catalogue::{About, Origin, SavedCheckpoint, SavedSnapshot};
 pub use self::facts::Facts;
+pub(crate) use self::family::{Branch, Family, Relative};
 pub(crate) use self::state::SavedState;
 use self::{
     catalogue::{Known, Saving},

@@ -78,7 +78,7 @@ pub fn run_collection(seed: u64, faults: CollectFaults, trace: bool) -> Collecti
     let world = World::new(seed ^ 0xc011_ec70_0000_0000, count, trace);
     let shared = Shared::new(&world);
     let nodes: Vec<_> = (0..count).map(|index| Node::new(index, &shared, faults)).collect();
-    let length = world.random(|rng| rng.millis(60_000..180_000));
+    let length = world.random(|rng| rng.millis(40_000..130_000));
     let done = Arc::new(AtomicBool::new(false));
     let play = Play { world: Arc::clone(&world), shared: Arc::clone(&shared), nodes, done: Arc::clone(&done) };
     world.spawn(None, Box::pin(async move { play.go(length).await }));

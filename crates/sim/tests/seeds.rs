@@ -26,12 +26,20 @@ fn a_seed_always_goes_the_same_way() {
 
 #[test]
 fn nothing_is_lost_and_nothing_is_left_on_five_hundred_schedules_of_collection() {
+    let run = |seeds: std::ops::Range<u64>| {
+        let mut counts = CollectionCounts::default();
+        for seed in seeds {
+            let outcome = run_collection(seed, CollectFaults::default(), false);
+            assert_eq!(outcome.violation, None, "replay it with: cargo run --release -p sandboxer-sim -- --collection --replay {seed}");
+            counts.add(&outcome.counts);
+        }
+        counts
+    };
     let mut counts = CollectionCounts::default();
-    for seed in 0..500 {
-        let outcome = run_collection(seed, CollectFaults::default(), false);
-        assert_eq!(outcome.violation, None, "replay it with: cargo run --release -p sandboxer-sim -- --collection --replay {seed}");
-        counts.add(&outcome.counts);
-    }
+    std::thread::scope(|scope| {
+        let halves = [0..250, 250..500].map(|seeds| scope.spawn(|| run(seeds)));
+        halves.into_iter().for_each(|half| counts.add(&half.join().unwrap()));
+    });
     let rare = [counts.late_saves, counts.written_anew, counts.spared, counts.dead_writers, counts.deleted, counts.kills, counts.crashes];
     assert!(rare.iter().all(|count| *count >= 50), "{counts:?}");
 }

@@ -12,6 +12,7 @@ mod sandboxes;
 mod snapshots;
 mod stubs;
 mod travel;
+mod tree;
 
 use std::sync::Arc;
 
@@ -50,6 +51,7 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/sandboxes/{id}/snapshot", post(snapshots::take))
         .route("/v1/sandboxes/{id}/checkpoint", post(travel::checkpoint))
         .route("/v1/sandboxes/{id}/checkpoints", get(travel::checkpoints))
+        .route("/v1/sandboxes/{id}/tree", get(tree::get))
         .route("/v1/sandboxes/{id}/rollback", post(travel::roll_back))
         .route("/v1/sandboxes/{id}/fork", post(travel::fork))
         .route("/v1/snapshots", get(snapshots::list))

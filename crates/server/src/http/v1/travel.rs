@@ -114,7 +114,7 @@ pub(super) fn copies(made: Vec<(NativeSandbox, String)>, many: bool) -> Answer {
 }
 
 /// Sandboxes of extensions have snapshots, and nothing else of this.
-async fn only_gvisor(api: &Api, id: SandboxId, owner: Option<&str>) -> Result<(), ApiError> {
+pub(super) async fn only_gvisor(api: &Api, id: SandboxId, owner: Option<&str>) -> Result<(), ApiError> {
     if api.native.get(id, owner).await.is_none() && api.workspaces.sandbox(id, owner).await.is_ok() {
         let message = "Only gVisor sandboxes have checkpoints, go back and are forked. Take a snapshot and restore it into a new sandbox.";
         return Err(ApiError::new(StatusCode::NOT_IMPLEMENTED, "checkpoints_not_supported", message));

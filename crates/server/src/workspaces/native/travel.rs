@@ -8,7 +8,7 @@ use sandboxer_store::{ManifestAt, SnapshotId};
 
 use super::{Native, NativeSandbox};
 use crate::{
-    checkpoints::{About, Checkpoints, SavedCheckpoint, SavedSnapshot},
+    checkpoints::{About, Checkpoints, Family, SavedCheckpoint, SavedSnapshot},
     manager::{ArriveError, CreateError, Handle},
     sandbox::{
         asks::{Ask, Refused, Told},
@@ -99,6 +99,12 @@ impl Native {
         let stored = checkpoints.look(id).await.map_err(|error| unreadable(error.to_string()))?;
         let latest = stored.and_then(|stored| stored.record.latest);
         checkpoints.checkpoints(id, latest).await.map_err(unreadable)
+    }
+
+    /// Its history, with that of what it came from and of what came from it.
+    pub(crate) async fn family(&self, id: SandboxId, who: Option<&str>) -> Result<Family, NativeError> {
+        self.any(id, who).await?;
+        self.kept()?.family(id, |owner| may_see(owner, who)).await.map_err(unreadable)
     }
 
     pub(crate) async fn snapshots(&self, who: Option<&str>) -> Result<Vec<SavedSnapshot>, NativeError> {
