@@ -39,8 +39,7 @@ fn draw(family: &Value) -> String {
     let mut picture = String::new();
     for root in first {
         let node = sandbox(root, &members, asked, &mut drawn);
-        picture.push_str(&node.line);
-        picture.push('\n');
+        picture.push_str(&format!("{}\n", plain(&node.line)));
         hang(&node.below, "", &mut picture);
     }
     picture
@@ -121,9 +120,14 @@ fn hang(nodes: &[Node], indent: &str, picture: &mut String) {
     for (number, node) in nodes.iter().enumerate() {
         let last = number + 1 == nodes.len();
         let (joint, more) = if last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
-        picture.push_str(&format!("{indent}{joint}{}\n", node.line));
+        picture.push_str(&format!("{indent}{joint}{}\n", plain(&node.line)));
         hang(&node.below, &format!("{indent}{more}"), picture);
     }
+}
+
+/// Nothing that a server says steers the terminal.
+fn plain(line: &str) -> String {
+    line.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 fn items<'a>(object: &'a Value, field: &str) -> Vec<&'a Value> {
