@@ -103,7 +103,11 @@ async fn old_checkpoints_and_killed_sandboxes_go_and_the_rest_can_be_restored() 
     assert_eq!(other.api(None, "DELETE", &format!("/v1/snapshots/{snapshot}"), &Value::Null).0, 204);
     collect_all(&volume).await;
     let used = told(&volume, &["du"]);
-    assert_eq!((&used["items"], &used["freeable_bytes"], &used["held_bytes"]), (&json!([]), &json!(0), &json!(32 * images(&volume))), "{used}");
+    assert_eq!(
+        (&used["items"], &used["freeable_bytes"], &used["held_bytes"]),
+        (&json!([]), &json!(0), &json!(32 * images(&volume))),
+        "{used}"
+    );
     volume.verify();
 }
 
@@ -270,7 +274,8 @@ async fn writers_and_collectors_on_several_instances_lose_nothing_and_leave_noth
     // Every checkpoint that counts can be restored.
     bustle.volume.verify();
     let listed = told(&bustle.volume, &["ls"]);
-    let kept: Vec<&str> = listed["items"].as_array().unwrap().iter().filter(|one| one["status"] != "killed").filter_map(|one| one["id"].as_str()).collect();
+    let kept: Vec<&str> =
+        listed["items"].as_array().unwrap().iter().filter(|one| one["status"] != "killed").filter_map(|one| one["id"].as_str()).collect();
     assert!(kept.contains(&id.as_str()));
     for id in kept {
         let (mut ws, _) = Ws::reach(&bustle.servers[0], id).await;

@@ -329,7 +329,9 @@ impl Checkpoints {
                 Ok(files)
             }
             // Retention may have let it go while it was read.
-            Err(_) if self.is_there(found.manifest.at()).await == Ok(false) => Err(format!("{} was deleted meanwhile", found.manifest.at())),
+            Err(_) if self.is_there(found.manifest.at()).await == Ok(false) => {
+                Err(format!("{} was deleted meanwhile", found.manifest.at()))
+            }
             Err(error) => Err(self.advised(found.manifest.at(), error.whole()).await),
         }
     }

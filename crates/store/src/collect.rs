@@ -43,6 +43,8 @@ use crate::volume::Volume;
 
 /// What is kept for the list of a collection on a full volume.
 const RESERVE_BYTES: usize = 64 << 10;
+/// What a pack takes in a list.
+const PACK_LINE_BYTES: usize = 36;
 /// How often a collector looks whether a writer is done.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
@@ -81,6 +83,8 @@ pub struct Collected {
     pub spared: u64,
     /// What can't be read. While there is any, no pack goes: nobody knows which it needs.
     pub unreadable: Vec<String>,
+    /// Records that can't be read: all of their sandboxes stays.
+    pub bad_records: Vec<String>,
     /// Another instance was at it, and nothing was done.
     pub left_to_another: bool,
 }
@@ -89,6 +93,27 @@ impl Collected {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.pack_bytes + self.checkpoint_bytes + self.staged_bytes
+    }
+
+    /// Both, one after the other.
+    fn and(self, next: Self) -> Self {
+        Self {
+            packs: self.packs + next.packs,
+            pack_bytes: self.pack_bytes + next.pack_bytes,
+            checkpoints: self.checkpoints + next.checkpoints,
+            checkpoint_bytes: self.checkpoint_bytes + next.checkpoint_bytes,
+            sandboxes: self.sandboxes + next.sandboxes,
+            tombstones: self.tombstones + next.tombstones,
+            staged: self.staged + next.staged,
+            staged_bytes: self.staged_bytes + next.staged_bytes,
+            dead_writers: self.dead_writers + next.dead_writers,
+            spared: self.spared + next.spared,
+            ..next
+        }
+    }
+
+    fn warned_by(self, scan: &Scan) -> Self {
+        Self { unreadable: scan.unreadable.clone(), bad_records: scan.bad_records.clone(), ..self }
     }
 }
 
@@ -139,7 +164,7 @@ impl Collector {
     /// The volume can't be read.
     pub async fn plan(&self) -> Result<Collected> {
         let plan = self.first_scan().await?;
-        let mut would = Collected { unreadable: plan.scan.unreadable.clone(), ..Collected::default() };
+        let mut would = Collected::default().warned_by(&plan.scan);
         for at in &plan.scan.goes {
             would.checkpoints += 1;
             would.checkpoint_bytes += plan.scan.manifests.get(at).map_or(0, |found| found.bytes);
@@ -179,13 +204,27 @@ impl Collector {
     /// # Errors
     /// The volume can't be read or written. What was removed until then is gone for good reason.
     pub async fn collect(&self) -> Result<Collected> {
+        let (first, no_room) = self.collect_once().await?;
+        let Some(full) = no_room else { return Ok(first) };
+        // What went meanwhile may have made room for a list.
+        let (second, no_room) = self.collect_once().await?;
+        let done = first.and(second);
+        if no_room.is_some() && done.bytes() == 0 { Err(full) } else { Ok(done) }
+    }
+
+    /// With the error, if there was no room for a list, so that packs had to stay.
+    async fn collect_once(&self) -> Result<(Collected, Option<Error>)> {
         let plan = self.first_scan().await?;
-        let mut done = Collected { unreadable: plan.scan.unreadable.clone(), ..Collected::default() };
-        let list = self.condemn(&plan.idle).await?;
+        let mut done = Collected::default().warned_by(&plan.scan);
+        let (list, no_room) = match self.condemn(&plan.idle).await {
+            Ok(list) => (list, None),
+            Err(error) if error.is_full() => (None, Some(error)),
+            Err(error) => return Err(error),
+        };
         if list.is_none() && plan.scan.goes.is_empty() && plan.scan.ended.is_empty() && plan.staged.is_empty() {
             done.dead_writers += self.remove_dead_intents().await?;
             self.remove_spent_lists().await?;
-            return Ok(done);
+            return Ok((done, no_room));
         }
         let scan = if self.faults.waits_for_nobody() {
             plan.scan
@@ -194,7 +233,7 @@ impl Collector {
             done.dead_writers += self.wait_for_writers().await?;
             self.settle().await;
             let again = Scan::of(&self.volume, &*self.records, self.terms.retention, &self.known).await?;
-            done.unreadable.clone_from(&again.unreadable);
+            done = done.warned_by(&again);
             Scan { goes: again.goes.intersection(&plan.scan.goes).copied().collect(), ..again }
         };
         for at in &scan.goes {
@@ -225,7 +264,7 @@ impl Collector {
         }
         self.remove_spent_lists().await?;
         self.keep_reserve().await;
-        Ok(done)
+        Ok((done, no_room))
     }
 
     async fn first_scan(&self) -> Result<Plan> {
@@ -250,19 +289,18 @@ impl Collector {
         let mut packs: Vec<_> = idle.keys().copied().collect();
         // The largest make the most room.
         packs.sort_by_key(|pack| std::cmp::Reverse(idle.get(pack).copied()));
+        let mut has_reserve = true;
         loop {
             let name = self.clock.nonce();
             let list = List::new(self.me.clone(), packs.iter().copied());
             match list.put(&self.volume, name).await {
                 Ok(()) => return Ok(Some((name, packs))),
-                Err(error) if error.is_full() && packs.len() > 1 => {
+                Err(error) if error.is_full() && has_reserve => {
+                    has_reserve = false;
+                    packs.truncate(RESERVE_BYTES / 2 / PACK_LINE_BYTES);
                     let _ = self.volume.store().delete(&layout::reserve()).await;
-                    if packs.len() * 36 > RESERVE_BYTES / 2 {
-                        packs.truncate(RESERVE_BYTES / 2 / 36);
-                    } else {
-                        packs.truncate(packs.len() / 2);
-                    }
                 }
+                Err(error) if error.is_full() && packs.len() > 1 => packs.truncate(packs.len() / 2),
                 Err(error) => {
                     // It may have got there for all that is known; it names nothing that is removed by it.
                     let _ = self.volume.store().delete(&layout::condemned(name)).await;
@@ -321,7 +359,10 @@ impl Collector {
     async fn remove_ended(&self, scan: &Scan, done: &mut Collected) -> Result<()> {
         let now = self.clock.now();
         for ended in &scan.ended {
-            let whole = scan.manifests.keys().any(|at| matches!(at, ManifestAt::Checkpoint { sandbox_id, .. } if *sandbox_id == ended.id && !scan.goes.contains(at)));
+            let whole = scan
+                .manifests
+                .keys()
+                .any(|at| matches!(at, ManifestAt::Checkpoint { sandbox_id, .. } if *sandbox_id == ended.id && !scan.goes.contains(at)));
             if whole {
                 continue;
             }
@@ -368,8 +409,8 @@ impl Collector {
         }
     }
 
-    /// What can't be had now is had another time.
-    async fn keep_reserve(&self) {
+    /// Leaves something on the volume that makes room for a list when it is full. What can't be had now is had another time.
+    pub async fn keep_reserve(&self) {
         let path = layout::reserve();
         if matches!(self.volume.store().head(&path).await, Err(object_store::Error::NotFound { .. })) {
             let _ = self.volume.put(&path, vec![0; RESERVE_BYTES].into(), PutMode::Create).await;

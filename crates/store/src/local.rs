@@ -126,11 +126,13 @@ impl LocalStore {
     /// Removes a file. That a manifest is gone is durable when this returns: what it names goes next. A sandbox's directories go with the last file in them.
     fn remove(&self, location: &Path) -> io::Result<()> {
         let target = self.read.path_to_filesystem(location).map_err(io::Error::other)?;
-        fs::remove_file(&target)?;
+        let removed = fs::remove_file(&target);
         #[cfg(feature = "testing")]
-        self.note(|| Step::Unlink(target.clone()));
+        if removed.is_ok() {
+            self.note(|| Step::Unlink(target.clone()));
+        }
         let parent = target.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::InvalidInput)?;
-        if kind_of(location) == Some(Kind::Manifest) {
+        if removed.is_ok() && kind_of(location) == Some(Kind::Manifest) {
             self.sync_dir(parent)?;
         }
         if location.parts().next().is_some_and(|first| first.as_ref().parse::<SandboxId>().is_ok()) {
@@ -138,7 +140,7 @@ impl LocalStore {
             // The first that is not empty ends it.
             let _ = emptied.map(fs::remove_dir).find(Result::is_err);
         }
-        Ok(())
+        removed
     }
 
     /// Files that have no name yet, or never got one, with their bytes.

@@ -245,7 +245,8 @@ impl Volume {
             Err(object_store::Error::NotFound { .. }) => return Ok(Vec::new()),
             other => other.map_err(|error| Error::volume("list", dir, error))?,
         };
-        let mut names: Vec<_> = listed.objects.iter().filter_map(|object| Some((parse(object.location.filename()?)?, object.size))).collect();
+        let mut names: Vec<_> =
+            listed.objects.iter().filter_map(|object| Some((parse(object.location.filename()?)?, object.size))).collect();
         names.sort_unstable();
         Ok(names)
     }

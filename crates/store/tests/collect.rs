@@ -14,8 +14,8 @@ use sandboxer_store::failpoint::FailPoints;
 use sandboxer_store::lease::BootClock;
 use sandboxer_store::record::{Codec, DirectoryRecords, Nonce, OwnerChange, Record, RecordStore, Stamp};
 use sandboxer_store::{
-    CheckpointName, ChunkIndex, Contract, Depth, Error, ImageDigest, Loader, Manifest, ManifestAt, Saved, Saver, SnapshotId, Source, Tenant,
-    Volume, verify,
+    CheckpointName, ChunkIndex, Contract, Depth, Error, ImageDigest, Loader, Manifest, ManifestAt, Saved, Saver, SnapshotId, Source,
+    Tenant, Volume, verify,
 };
 
 const LONGEST: Duration = Duration::from_millis(400);
@@ -108,7 +108,8 @@ impl Here {
     }
 
     fn files(&self) -> Vec<PathBuf> {
-        let mut found: Vec<_> = files(self.root.path()).into_iter().filter(|path| !path.starts_with(self.root.path().join("locks"))).collect();
+        let mut found: Vec<_> =
+            files(self.root.path()).into_iter().filter(|path| !path.starts_with(self.root.path().join("locks"))).collect();
         found.sort();
         found
     }
@@ -348,6 +349,101 @@ async fn who_needs_what_is_told_to_the_byte() {
     assert!(near(first.shared, half) && first.shared == second.shared && usage.shared == first.shared, "{usage:?}");
     assert_eq!(usage.needed(), first.own + second.own + usage.shared);
     assert!(usage.packs >= usage.needed() && usage.packs < usage.needed() + (1 << 16), "{usage:?}");
+}
+
+#[tokio::test]
+async fn a_full_volume_is_collected_by_shorter_lists_and_by_what_manifests_leave() {
+    for reserve in [true, false] {
+        let here = Here::new();
+        let id = here.create().await;
+        here.checkpoint(id, 1).await;
+        here.kill(id).await;
+        if reserve {
+            here.collector("c").keep_reserve().await;
+        }
+        let tight = Volume::on(Arc::new(Tight {
+            store: here.volume.store().clone(),
+            root: here.root.path().to_owned(),
+            was: files(here.root.path()).len(),
+        }));
+        let terms = Terms { retention: KEEP, longest_save: LONGEST, remember: None };
+        let collector = Collector::new(tight, here.records.clone(), Arc::new(BootClock), "c".parse().unwrap(), terms);
+        let done = collector.collect().await.unwrap();
+        assert!(done.packs > 1 && here.below("packs").is_empty(), "{done:?}");
+    }
+}
+
+/// A volume that has no room for a list until a file is gone.
+#[derive(Debug)]
+struct Tight {
+    store: Arc<dyn object_store::ObjectStore>,
+    root: PathBuf,
+    was: usize,
+}
+
+impl std::fmt::Display for Tight {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("tight")
+    }
+}
+
+#[async_trait::async_trait]
+impl object_store::ObjectStore for Tight {
+    async fn put_opts(
+        &self,
+        location: &object_store::path::Path,
+        payload: object_store::PutPayload,
+        options: object_store::PutOptions,
+    ) -> object_store::Result<object_store::PutResult> {
+        if location.as_ref().starts_with("collect/condemned") && files(&self.root).len() >= self.was {
+            let full = std::io::Error::from(std::io::ErrorKind::StorageFull);
+            return Err(object_store::Error::Generic { store: "tight", source: full.into() });
+        }
+        self.store.put_opts(location, payload, options).await
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        location: &object_store::path::Path,
+        options: object_store::PutMultipartOptions,
+    ) -> object_store::Result<Box<dyn object_store::MultipartUpload>> {
+        self.store.put_multipart_opts(location, options).await
+    }
+
+    async fn get_opts(
+        &self,
+        location: &object_store::path::Path,
+        options: object_store::GetOptions,
+    ) -> object_store::Result<object_store::GetResult> {
+        self.store.get_opts(location, options).await
+    }
+
+    fn delete_stream(
+        &self,
+        locations: futures_util::stream::BoxStream<'static, object_store::Result<object_store::path::Path>>,
+    ) -> futures_util::stream::BoxStream<'static, object_store::Result<object_store::path::Path>> {
+        self.store.delete_stream(locations)
+    }
+
+    fn list(
+        &self,
+        prefix: Option<&object_store::path::Path>,
+    ) -> futures_util::stream::BoxStream<'static, object_store::Result<object_store::ObjectMeta>> {
+        self.store.list(prefix)
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&object_store::path::Path>) -> object_store::Result<object_store::ListResult> {
+        self.store.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(
+        &self,
+        from: &object_store::path::Path,
+        to: &object_store::path::Path,
+        options: object_store::CopyOptions,
+    ) -> object_store::Result<()> {
+        self.store.copy_opts(from, to, options).await
+    }
 }
 
 #[tokio::test]

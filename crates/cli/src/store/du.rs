@@ -28,7 +28,8 @@ pub(super) async fn run(store: &Store, keep_checkpoints: usize, as_json: bool) -
             *snapshots.entry(contract.sandbox_id).or_default() += 1;
         }
     }
-    let statuses: BTreeMap<_, _> = store.records().await?.into_iter().map(|(id, record)| (id, record.as_ref().map_or("unreadable", status))).collect();
+    let statuses: BTreeMap<_, _> =
+        store.records().await?.into_iter().map(|(id, record)| (id, record.as_ref().map_or("unreadable", status))).collect();
     let mut rows = Vec::new();
     for (id, share) in &usage.shares {
         let Some(id) = id else { continue };

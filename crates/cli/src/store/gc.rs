@@ -52,7 +52,10 @@ pub(super) async fn run(store: &Store, keep_checkpoints: usize, dry_run: bool, a
     for file in &done.unreadable {
         eprintln!("no pack can go while this can't be read, since nobody knows what it needs: {file}");
     }
-    Ok(if done.unreadable.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    for record in &done.bad_records {
+        eprintln!("its sandbox is kept as it is, since its record can't be read: {record}");
+    }
+    Ok(if done.unreadable.is_empty() && done.bad_records.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 pub(super) fn object(done: &Collected, dry_run: bool) -> Value {
@@ -67,6 +70,7 @@ pub(super) fn object(done: &Collected, dry_run: bool) -> Value {
         "dead_writers": done.dead_writers,
         "spared_packs": done.spared,
         "unreadable": done.unreadable,
+        "bad_records": done.bad_records,
     })
 }
 

@@ -14,11 +14,12 @@ use crate::metrics::Metrics;
 impl Checkpoints {
     /// Collects for ever. Dropped at any point: whoever collects next goes on with it.
     pub(crate) async fn collect_again_and_again(self: Arc<Self>, remember: Duration, metrics: Arc<Metrics>) {
-        let Some(every) = self.collection.every else { return };
         let retention = Retention { checkpoints: self.collection.keep_checkpoints, ..Retention::default() };
         let terms = Terms { retention, longest_save: self.collection.longest_save, remember: Some(remember) };
         let (records, me) = (Arc::clone(self.leases.records()), self.leases.instance().clone());
         let collector = Collector::new(self.volume.clone(), records, Arc::new(BootClock), me, terms);
+        collector.keep_reserve().await;
+        let Some(every) = self.collection.every else { return };
         loop {
             // Not all instances at the same moment.
             tokio::time::sleep(every.mul_f64(rand::random_range(0.75..1.25))).await;
@@ -39,6 +40,9 @@ fn tell(done: &Collected, metrics: &Metrics) {
     metrics.collected_bytes.inc_by(done.bytes());
     for file in &done.unreadable {
         warn!(file, "it can't be read, so no pack is collected: nobody knows which it needs");
+    }
+    for record in &done.bad_records {
+        warn!(record, "it can't be read, so its sandbox is kept as it is");
     }
     let Collected { packs, checkpoints, sandboxes, tombstones, dead_writers, .. } = *done;
     if done.bytes() > 0 || sandboxes + tombstones + dead_writers > 0 {

@@ -95,7 +95,11 @@ impl Shared {
             if path.as_ref().starts_with("packs/") {
                 state.counts.packs_removed += 1;
             }
-            state.names.iter().find(|(manifest, packs)| state.there.contains(*manifest) && packs.contains(path)).map(|(path, _)| path.clone())
+            state
+                .names
+                .iter()
+                .find(|(manifest, packs)| state.there.contains(*manifest) && packs.contains(path))
+                .map(|(path, _)| path.clone())
         };
         if let Some(manifest) = needs {
             self.world.violated(format!("{path} was removed, and {manifest} needs it"));

@@ -51,8 +51,10 @@ pub(super) struct Scan {
     /// Those that are not to stay.
     pub(super) goes: BTreeSet<ManifestAt>,
     pub(super) ended: Vec<Ended>,
-    /// What can't be read and may be of use.
+    /// Manifests that stay and can't be read: nobody knows what they need.
     pub(super) unreadable: Vec<String>,
+    /// Records that can't be read: all of their sandboxes stays.
+    pub(super) bad_records: Vec<String>,
 }
 
 impl Scan {
@@ -70,7 +72,7 @@ impl Scan {
                 Ok(Some(stored)) => scan.settle(*id, &names, stored, retention),
                 // It was made and buried meanwhile, or nobody knows of it.
                 Ok(None) => {}
-                Err(ReadError::Bad(why)) => scan.unreadable.push(format!("locks/{id}.lock: {why}")),
+                Err(ReadError::Bad(why)) => scan.bad_records.push(format!("locks/{id}.lock: {why}")),
                 Err(error @ ReadError::Unavailable(_)) => return Err(Error::Invalid(error.to_string())),
             }
         }
@@ -112,7 +114,8 @@ impl Scan {
             let facts = self.manifests.get(&at(name)).and_then(|found| found.facts.as_ref().ok());
             facts.is_some_and(|facts| facts.automatic)
         };
-        let there: Vec<_> = names.iter().filter(|name| self.manifests.contains_key(&at(**name))).map(|name| (*name, automatic(*name))).collect();
+        let there: Vec<_> =
+            names.iter().filter(|name| self.manifests.contains_key(&at(**name))).map(|name| (*name, automatic(*name))).collect();
         self.goes.extend(retention.goes(&there, stored.record.latest).into_iter().map(at));
     }
 

@@ -134,7 +134,9 @@ impl Job {
         piece.hash = ChunkHash::of(&self.chunk_key, raw);
         // Not with the lock of the shared one inside that of our own.
         let own = lock(&self.known).get(&piece.hash).copied();
-        piece.place = own.or_else(|| self.index.find(self.tenant, &piece.hash).filter(|place| !self.condemned.has(self.tenant, place.pack))).filter(|place| place.raw == piece.raw);
+        piece.place = own
+            .or_else(|| self.index.find(self.tenant, &piece.hash).filter(|place| !self.condemned.has(self.tenant, place.pack)))
+            .filter(|place| place.raw == piece.raw);
         if piece.place.is_none() {
             let (codec, stored) =
                 encoder.encode(raw).map_err(|source| Error::Local { verb: "compress", path: "a chunk".into(), source })?;
