@@ -63,7 +63,7 @@ fn sandbox<'a>(one: &'a Value, members: &[&'a Value], asked: &str, drawn: &mut B
         let name = text(one, "name");
         let copies = copies_of(id, Some(name), members, drawn);
         let copies = copies.into_iter().map(|copy| sandbox(copy, members, asked, drawn)).collect();
-        below.push(Node { line: branch(one, is_snapshot, before), below: copies });
+        below.push(Node { line: branch(one, is_snapshot, before, id), below: copies });
         if !is_snapshot {
             before = Some(name);
         }
@@ -85,7 +85,7 @@ fn copies_of<'a>(id: &str, name: Option<&str>, members: &[&'a Value], drawn: &BT
     members.iter().filter(from_it).copied().collect()
 }
 
-fn branch(one: &Value, is_snapshot: bool, before: Option<&str>) -> String {
+fn branch(one: &Value, is_snapshot: bool, before: Option<&str>, of: &str) -> String {
     let bytes = |field: &str| HumanBytes(one[field].as_u64().unwrap_or(0));
     let kind = if is_snapshot { "snapshot " } else { "" };
     let time = text(one, "created_at");
@@ -102,7 +102,8 @@ fn branch(one: &Value, is_snapshot: bool, before: Option<&str>) -> String {
     }
     let parent = one["parent"].as_str().filter(|parent| Some(*parent) != before && !is_snapshot);
     if let Some(back) = parent.map(str::to_owned).or_else(|| origin(&one["from"])) {
-        line.push_str(&format!("  from {back}"));
+        // What is its own needs no name.
+        line.push_str(&format!("  from {}", back.trim_end_matches(&format!(" of {of}"))));
     }
     line
 }

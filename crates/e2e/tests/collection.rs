@@ -240,7 +240,7 @@ impl Bustle {
 
 /// An instance that collects all the time.
 fn busy(options: Options) -> Server {
-    let options = options.arg("--collect-every").arg("0.5").arg("--longest-save").arg("20");
+    let options = options.arg("--collect-every").arg("0.5").arg("--longest-save").arg("60");
     options.arg("--keep-checkpoints").arg("2").arg("--remember").arg("1").start()
 }
 

@@ -188,10 +188,10 @@ impl Collector {
         let busy = {
             let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
             seen.lists.retain(|name, _| lists.contains_key(name));
-            lists.iter().any(|(name, list)| {
-                let since = *seen.lists.entry(*name).or_insert(now);
-                list.as_ref().is_some_and(|list| list.by != self.me) && now.since(since) < patience
-            })
+            let foreign = |list: &Option<List>| list.as_ref().is_some_and(|list| list.by != self.me);
+            // Each is noted, also behind the first that counts.
+            let fresh = lists.iter().filter(|(name, list)| now.since(*seen.lists.entry(**name).or_insert(now)) < patience && foreign(list));
+            fresh.count() > 0
         };
         if busy {
             return Ok(Collected { left_to_another: true, ..Collected::default() });

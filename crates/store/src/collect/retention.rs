@@ -26,12 +26,11 @@ impl Retention {
         let mut past: Vec<_> = there.iter().filter(|(name, _)| *name <= latest).collect();
         past.sort_unstable_by(|one, other| other.cmp(one));
         let (mut asked, mut automatic) = (0, 0);
-        let kept = |(name, by_itself): &(CheckpointName, bool)| {
+        let mut kept = |(name, by_itself): &(CheckpointName, bool)| {
             let (count, most) = if *by_itself { (&mut automatic, self.automatic) } else { (&mut asked, self.checkpoints) };
             *count += 1;
             *count <= most || *name == latest
         };
-        let mut kept = kept;
         past.into_iter().filter(|one| !kept(one)).map(|(name, _)| *name).collect()
     }
 }
