@@ -12,6 +12,7 @@ mod binary;
 mod counting;
 mod cut;
 mod delay;
+mod filesystem;
 pub mod host;
 pub mod http;
 mod kept;

@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 
 use crate::agent::AGENT;
-use crate::entry_path::EntryPath;
+use sandboxer_layer::EntryPath;
 use crate::error::{Error, Result};
 use crate::tree::{Meta, Tree};
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use tar::EntryType;
 
-use crate::entry_path::{EntryPath, check_symlink_target};
+use sandboxer_layer::{EntryPath, check_symlink_target};
 use crate::error::{Doing, Error, Result};
 use crate::tar_reader::{Bounded, RawEntry, for_each_entry};
 use crate::tree::{Meta, Tree};

@@ -17,7 +17,7 @@ use nix::sys::stat::{Mode, SFlag, UtimensatFlags, fchmod, fstatat, futimens, mkd
 use nix::sys::time::TimeSpec;
 use nix::unistd::{UnlinkatFlags, linkat, symlinkat, unlinkat};
 
-use crate::entry_path::EntryPath;
+use sandboxer_layer::EntryPath;
 use crate::error::{Doing, Error, Result};
 
 /// Later times are brought down to this one (2100); it is also the creation time that every image file carries, so that equal trees give equal files.

@@ -31,11 +31,11 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 pub(crate) use self::catalogue::{About, SavedCheckpoint, SavedSnapshot};
+pub(crate) use self::images::StoredImages;
 pub use self::facts::Facts;
 pub(crate) use self::state::SavedState;
 use self::{
     catalogue::{Known, Saving},
-    images::StoredImages,
 };
 use crate::{images::Images, sandbox::record::Record};
 
@@ -353,7 +353,7 @@ impl Checkpoints {
 }
 
 /// Whose data it is.
-fn tenant(owner: Option<&str>) -> Tenant {
+pub(crate) fn tenant(owner: Option<&str>) -> Tenant {
     owner.map_or_else(Tenant::open, |owner| Tenant::of_key(owner.as_bytes()))
 }
 
@@ -371,12 +371,12 @@ fn instance(data_dir: &Path) -> io::Result<InstanceId> {
     }
 }
 
-fn private_dir(dir: &Path) -> io::Result<()> {
+pub(crate) fn private_dir(dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt as _;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)
 }
 
-fn other(error: Error) -> io::Error {
+pub(crate) fn other(error: Error) -> io::Error {
     io::Error::other(error.whole())
 }
 

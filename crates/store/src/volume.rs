@@ -162,7 +162,7 @@ impl Volume {
         self.names(&layout::packs(tenant), |name| name.strip_suffix(".pack")?.parse().ok()).await
     }
 
-    async fn names<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>> {
+    pub(crate) async fn names<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>> {
         let listed = match self.store.list_with_delimiter(Some(dir)).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(Vec::new()),
             other => other.map_err(|error| Error::volume("list", dir, error))?,
