@@ -29,6 +29,6 @@ const WHITEOUT: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
 /// Other bookkeeping of the union file system that this form comes from.
 const WHITEOUT_META: &[u8] = b".wh..wh.";
-/// Of an entry that is really called `.wh.…`, for our own reader: without it others take it for a deletion.
+/// Of an entry that is really called `.wh.…`, or deletes one, for our own reader: without it others take it for a deletion, or for bookkeeping.
 const LITERAL: &str = "SANDBOXER.literal";
 const XATTR: &str = "SCHILY.xattr.";

@@ -259,9 +259,10 @@ impl Decoder {
         let (parent, name) = trimmed.split_at(at);
         // Old archives say that something is a directory by its name alone.
         let is_file = matches!(kind, b'0' | 0 | b'7') && !path.ends_with(b"/");
-        if is_file && name.starts_with(WHITEOUT) && !known.literal {
-            let hidden = &name[WHITEOUT.len()..];
+        let hidden = name.strip_prefix(WHITEOUT).filter(|_| is_file && !known.literal);
+        if let Some(hidden) = hidden {
             let (path, kind) = match name {
+                _ if known.literal_whiteout => ([parent, hidden].concat(), Kind::Whiteout),
                 OPAQUE => (if parent.is_empty() { b".".to_vec() } else { parent.to_vec() }, Kind::Opaque),
                 name if name.starts_with(WHITEOUT_META) => return self.leave_out(size, path),
                 _ if matches!(hidden, b"" | b"." | b"..") => return Err(refuse("a deletion of no name".to_owned())),

@@ -70,8 +70,8 @@ pub fn put_head(out: &mut Vec<u8>, entry: &Entry, extents: Option<&[Extent]>) {
     for xattr in &meta.xattrs {
         records.add_bytes(&[XATTR.as_bytes(), &xattr.name].concat(), &xattr.value);
     }
-    if entry.path.name().is_some_and(|name| name.starts_with(WHITEOUT)) && !matches!(entry.kind, Kind::Whiteout | Kind::Opaque) {
-        records.add(LITERAL, b"1");
+    if entry.path.name().is_some_and(|name| name.starts_with(WHITEOUT)) && entry.kind != Kind::Opaque {
+        records.add(LITERAL, if entry.kind == Kind::Whiteout { b"2" } else { b"1" });
     }
     if !records.0.is_empty() {
         let mut before: Block = [0; BLOCK];

@@ -18,6 +18,8 @@ pub(super) struct Extensions {
     pub(super) xattrs: Vec<Xattr>,
     /// It is really called `.wh.…`.
     pub(super) literal: bool,
+    /// It deletes what is called so.
+    pub(super) literal_whiteout: bool,
     pub(super) sparse: bool,
     major: bool,
     minor: bool,
@@ -59,7 +61,7 @@ impl Extensions {
                 self.major |= key.ends_with(b".major") && value == b"1";
                 self.minor |= key.ends_with(b".minor") && value == b"0";
             }
-            key if key == LITERAL.as_bytes() => self.literal = value == b"1",
+            key if key == LITERAL.as_bytes() => (self.literal, self.literal_whiteout) = (value == b"1", value == b"2"),
             key => {
                 if let Some(name) = key.strip_prefix(XATTR.as_bytes()) {
                     let fits = !name.is_empty() && name.len() <= MAX_XATTR_NAME_BYTES && value.len() <= MAX_XATTR_BYTES;
