@@ -270,12 +270,20 @@ fn changed(path: &EntryPath, error: io::Error) -> io::Error {
     io::Error::other(format!("{path}: {why}"))
 }
 
+/// gVisor counts backwards before 1970, and tells the negative nanoseconds as a positive number of 32 bits.
+fn time(seconds: i64, nanos: i64) -> Time {
+    const SECOND: i64 = 1_000_000_000;
+    let nanos = if nanos >= SECOND { nanos - (1 << 32) } else { nanos };
+    let forwards = u32::try_from(nanos.rem_euclid(SECOND)).unwrap_or(0);
+    Time { seconds: seconds.saturating_add(nanos.div_euclid(SECOND)), nanos: forwards }
+}
+
 fn meta(about: &FileStat) -> Meta {
     Meta {
         mode: about.st_mode & 0o7777,
         uid: about.st_uid,
         gid: about.st_gid,
-        mtime: Time { seconds: about.st_mtime, nanos: u32::try_from(about.st_mtime_nsec).unwrap_or(0) },
+        mtime: time(about.st_mtime, about.st_mtime_nsec),
         atime: None,
         xattrs: Vec::new(),
     }

@@ -5,6 +5,7 @@
 
 mod doctor;
 mod extension;
+mod fs_snapshot;
 mod image;
 mod run;
 mod serve;
@@ -55,6 +56,8 @@ enum Command {
     Rollback(travel::RollbackArgs),
     /// Make copies of a sandbox, of one of its checkpoints or of a snapshot, and print their ids
     Fork(travel::ForkArgs),
+    /// Keep the files of sandboxes as templates for new ones; list, show, remove, export and import them
+    FsSnapshot(fs_snapshot::Args),
     /// List, show and check profiles: what kinds of sandboxes there are
     Profiles(workspaces::ProfilesArgs),
     /// For those who write an extension
@@ -90,6 +93,7 @@ fn main() -> ExitCode {
         Command::Fork(args) => travel::fork(&args),
         Command::Restore(args) => workspaces::restore(&args),
         Command::Snapshots(args) => workspaces::snapshots(&args),
+        Command::FsSnapshot(args) => fs_snapshot::run(&args),
         Command::Profiles(args) => workspaces::profiles(&args),
         Command::Extension(args) => extension::run(&args),
         Command::Image(args) => image::run(args),

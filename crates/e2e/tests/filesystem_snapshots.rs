@@ -185,7 +185,7 @@ mkdir many; for i in $(seq 2000); do echo $i > many/$i; done
 sleep 1000 & echo $! > sleeps; (while true; do date > /tmp/date; sleep 0.01; done) &
 python3 -c 'import threading, time
 for i in range(4): threading.Thread(target=time.sleep, args=(1000,)).start()' &
-sleep 1000 & stopped=$!; kill -STOP $stopped; echo $stopped > stopped
+setsid sleep 1000 & stopped=$!; until [ -e /tmp/date ]; do sleep 0.1; done; kill -STOP $stopped; echo $stopped > stopped
 "#;
     let _ = ws.bash(around).await.ok();
     ws.start(json!({"language": "python", "code": WRITER})).await;

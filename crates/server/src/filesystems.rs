@@ -3,6 +3,8 @@
 //! An archive is taken in whole onto this machine's disk first ([`spool`]): the sandbox stands still only while it is read. Then it goes into packs, and gets
 //! its name at last. What comes from the volume and from sandboxes is hostile: archives are gone through entry by entry before they are kept.
 
+mod catalogue;
+mod import;
 mod spool;
 
 use std::{
@@ -21,7 +23,11 @@ use serde_json::Map;
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
-pub(crate) use self::spool::{Piece, Pieces, Spool, spool};
+pub(crate) use self::{
+    catalogue::SavedFilesystem,
+    spool::{Form, Piece, Pieces, Spool, spool},
+};
+use self::spool::NotTaken;
 use crate::{
     checkpoints::{StoredImages, other, private_dir, tenant},
     images::Images,
@@ -119,13 +125,17 @@ impl Filesystems {
     }
 
     /// Takes an archive in, checks it, and makes it a snapshot. `may_act` is asked before anybody can see it.
-    pub(crate) async fn keep(&self, order: Order, spool: Spool, may_act: impl Fn() -> bool) -> Result<Manifest, Refusal> {
+    pub(crate) async fn keep(&self, order: Order, spool: Spool, form: Form, may_act: impl Fn() -> bool) -> Result<Manifest, Refusal> {
         let room = |error: io::Error| failed(&format!("no room for the archive: {error}"));
         let dir = tempfile::Builder::new().prefix("layer-").tempdir_in(&self.work).map_err(room)?;
         let (path, limits) = (dir.path().join(LAYER_FILE), self.limits);
         let into = path.clone();
-        let summary = spawn_blocking(move || spool.write(&into, limits)).await.map_err(|_| failed("the archive could not be taken in"))?;
-        let summary = summary.map_err(|why| failed(&why))?;
+        let summary = spawn_blocking(move || spool.write(&into, form, limits)).await.map_err(|_| failed("the archive could not be taken in"))?;
+        let summary = summary.map_err(|why| match why {
+            // What a sandbox sends is our own agent's, unless that was taken over.
+            NotTaken::Refused(why) if form == Form::Any => (ErrorCode::InvalidField, format!("The archive is refused: {why}.")),
+            NotTaken::Refused(why) | NotTaken::Failed(why) => failed(&why),
+        })?;
         let manifest = self.save(&order, path, summary, may_act).await?;
         if let Err(error) = self.cache.adopt(&Arc::new(manifest.clone()), dir.path()).await {
             warn!(error = error.whole(), "the filesystem snapshot could not be kept in the cache");

@@ -17,7 +17,7 @@ use super::{
     asks::{Refused, Told, What},
     driver::Driver,
 };
-use crate::filesystems::{self, Filesystems, Order, Piece, Pieces, Refusal, spool};
+use crate::filesystems::{self, Filesystems, Form, Order, Piece, Pieces, Refusal, spool};
 
 /// How much must have been taken before the agent is told.
 const CREDIT_STEP_BYTES: u64 = FILES_CREDIT_BYTES / 4;
@@ -98,7 +98,7 @@ impl Driver {
             filesystems.check_free(&order).await?;
             // A driver that has gone needs nothing more.
             let _ = say_ready.send(());
-            filesystems.keep(order, spool, may_act).await
+            filesystems.keep(order, spool, Form::Plain, may_act).await
         };
         self.packed += 1;
         let Pieces { sender, taken } = pieces;
