@@ -6,6 +6,7 @@
 mod place;
 
 use std::{
+    ffi::OsStr,
     fs::File,
     io,
     os::{
@@ -129,6 +130,13 @@ impl Sink for Layer {
             return self.finish_directory(&path, meta);
         };
         let name = name.to_owned();
+        if let Kind::File { size } = kind
+            && let Some(file) = self.create(&path, &name)?
+        {
+            // Nothing was there, as nearly always.
+            self.file = Some(Writing { file, path, meta, size, written: 0 });
+            return Ok(());
+        }
         let found = self.place.look(&path)?;
         match (&kind, found) {
             // It is both deleted below and made anew here.
@@ -150,9 +158,8 @@ impl Sink for Layer {
         let parent = self.place.parent(&path)?;
         match kind {
             Kind::File { size } => {
-                let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-                let file = openat(parent, &*name, flags, Mode::S_IRUSR | Mode::S_IWUSR).map_err(at_errno(&path))?;
-                self.file = Some(Writing { file: file.into(), path, meta, size, written: 0 });
+                let file = self.create(&path, &name)?.ok_or_else(|| at_errno(&path)(nix::Error::EEXIST))?;
+                self.file = Some(Writing { file, path, meta, size, written: 0 });
                 return Ok(());
             }
             Kind::Directory => {
@@ -165,7 +172,7 @@ impl Sink for Layer {
                 }
                 return self.finish_directory(&path, meta);
             }
-            Kind::Symlink { target } => symlinkat(std::ffi::OsStr::from_bytes(&target), parent, &*name).map_err(at_errno(&path))?,
+            Kind::Symlink { target } => symlinkat(OsStr::from_bytes(&target), parent, &*name).map_err(at_errno(&path))?,
             Kind::Fifo => {
                 mknodat(parent, &*name, SFlag::S_IFIFO, Mode::S_IRUSR | Mode::S_IWUSR, 0).map_err(at_errno(&path))?;
                 fchmodat(parent, &*name, Mode::from_bits_truncate(meta.mode), FchmodatFlags::FollowSymlink).map_err(at_errno(&path))?;
@@ -195,6 +202,10 @@ impl Sink for Layer {
         if written < size {
             file.set_len(size).map_err(at(&path))?;
         }
+        if (meta.uid, meta.gid) != (0, 0) {
+            // What root has just made is root's.
+            own(file.as_fd(), &path, &meta)?;
+        }
         set(file.as_fd(), &path, &meta)?;
         let time = spec(meta.mtime);
         futimens(&file, &time, &time).map_err(at_errno(&path))
@@ -202,8 +213,19 @@ impl Sink for Layer {
 }
 
 impl Layer {
+    /// A new file; none if there is something of that name.
+    fn create(&mut self, path: &EntryPath, name: &OsStr) -> Result<Option<File>, Failure> {
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        match openat(self.place.parent(path)?, name, flags, Mode::S_IRUSR | Mode::S_IWUSR) {
+            Ok(file) => Ok(Some(file.into())),
+            Err(nix::Error::EEXIST) => Ok(None),
+            Err(error) => Err(at_errno(path)(error)),
+        }
+    }
+
     fn finish_directory(&mut self, path: &EntryPath, meta: Meta) -> Result<(), Failure> {
         let dir = self.place.directory(path)?;
+        own(dir, path, &meta)?;
         set(dir, path, &meta)?;
         self.times.push((path.clone(), meta.mtime));
         Ok(())
@@ -231,9 +253,12 @@ impl Layer {
     }
 }
 
-/// Owner first: changing it takes other things away.
+/// Before all else: changing the owner takes other things away.
+fn own(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
+    fchown(file, Some(meta.uid.into()), Some(meta.gid.into())).map_err(at_errno(path))
+}
+
 fn set(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
-    fchown(file, Some(meta.uid.into()), Some(meta.gid.into())).map_err(at_errno(path))?;
     fchmod(file, Mode::from_bits_truncate(meta.mode)).map_err(at_errno(path))?;
     for Xattr { name, value } in meta.xattrs.iter().filter(|xattr| xattr::is_kept(&xattr.name)) {
         match xattr::set(file, name, value) {

@@ -81,7 +81,7 @@ impl Spool {
         let mut start = [0; ZSTD.len()];
         let filled = fill(&mut self, &mut start).map_err(|error| NotTaken::Failed(error.to_string()))?;
         let start = &start[..filled];
-        let mut whole = start.chain(self);
+        let mut whole = Read::chain(start, self);
         if start.starts_with(&GZIP) {
             return copy(&mut MultiGzDecoder::new(whole), &file, limits);
         }

@@ -70,11 +70,14 @@ impl Manager {
     ) -> Result<Opened, CreateError> {
         let not_started = |why: String| CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {why}"));
         let Some(Template { filesystems, found }) = template else { return self.start(launch, record).await.map_err(not_started) };
+        // Until it has its files it is of no use to the next server, should this one die.
+        let unfinished = Record { standby: true, ..record.clone() };
         // Both take a while, and neither needs the other.
-        let (opened, layer) = tokio::join!(self.start(launch, record), filesystems.bring(found));
+        let (opened, layer) = tokio::join!(self.start(launch, &unfinished), filesystems.bring(found));
         let (mut opened, layer) = (opened.map_err(not_started)?, layer?);
         let begun = Instant::now();
         unpack(&mut opened.running, &layer.path).await?;
+        record.write(&launch.dir).map_err(|error| not_started(error.to_string()))?;
         info!(ms = begun.elapsed().as_millis(), "its files are there");
         Ok(opened)
     }
