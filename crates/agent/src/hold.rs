@@ -16,7 +16,7 @@ const SILENT_FOR: Duration = Duration::from_millis(100);
 /// How long to wait for one that is to stop before looking again.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Processes that stand still. They go on when it is dropped; those that could not at once are [`Held::tend`]ed.
+/// Processes that stand still. They go on when it is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     /// By thread: whether it has said that it stands still.

@@ -207,10 +207,20 @@ setsid sleep 1000 & stopped=$!; until [ -e /tmp/date ]; do sleep 0.1; done; kill
         assert!(numbers[0] == numbers[1] || numbers[0] == numbers[1] + 1, "of two moments: {numbers:?}");
         assert!(numbers[0] > 0);
     }
-    let mut other = server.api(None, "GET", &format!("/v1/sandboxes/{}", ws.sandbox_id), &serde_json::Value::Null);
-    assert_eq!(other.1["status"].take(), "ready");
+    // What is asked for meanwhile is run when they go on.
     ws.send(json!({"action": "kill_process"})).await;
     ws.until_done().await;
+    ws.send(json!({"action": "snapshot_filesystem", "name": "last"})).await;
+    ws.send(json!({"language": "bash", "code": "echo ran"})).await;
+    ws.expect_status("SANDBOX_FILESYSTEM_SNAPSHOT_CREATING").await;
+    let mut outcome = ws.until_done().await;
+    if !outcome.between.iter().any(|message| message["status"] == "SANDBOX_FILESYSTEM_SNAPSHOT_CREATED") {
+        ws.expect_status("SANDBOX_FILESYSTEM_SNAPSHOT_CREATED").await;
+    }
+    outcome.between.clear();
+    assert_eq!(outcome.ok(), "ran\n");
+    let mut other = server.api(None, "GET", &format!("/v1/sandboxes/{}", ws.sandbox_id), &serde_json::Value::Null);
+    assert_eq!(other.1["status"].take(), "ready");
     let states = r#"for f in sleeps stopped; do awk '/^State/ {print $2}' /proc/$(cat $f)/status; done; before=$(cat /tmp/date)
 sleep 1.5; [ "$before" != "$(cat /tmp/date)" ] && echo flows"#;
     assert_eq!(ws.bash(states).await.ok(), "S\nT\nflows\n");

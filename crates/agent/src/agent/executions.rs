@@ -195,8 +195,11 @@ impl Agent {
         }
     }
 
-    /// Hands the waiting request to init, if both are there.
-    fn ask_init(&mut self) {
+    /// Hands the waiting request to init, if both are there and the files stand still for nobody.
+    pub(super) fn ask_init(&mut self) {
+        if self.files.hold() {
+            return;
+        }
         let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return };
         let Some(waiting) = self.waiting.take() else { return };
         let serial = execution.serial;

@@ -39,6 +39,13 @@ pub(super) enum Files {
     },
 }
 
+impl Files {
+    /// Whether nothing may be started now.
+    pub(super) fn hold(&self) -> bool {
+        matches!(self, Self::Packing(packing) if packing.held_us.is_none())
+    }
+}
+
 pub(super) struct Packing {
     sequence: u64,
     packer: Packer,
@@ -121,6 +128,7 @@ impl Agent {
             self.drop_files();
             self.link.say(&FromAgent::FilesPacked { sequence, bytes, held_us });
         }
+        self.ask_init();
         true
     }
 
@@ -137,6 +145,7 @@ impl Agent {
         if !matches!(self.files, Files::Nothing) {
             self.files = Files::Nothing;
             self.reap();
+            self.ask_init();
         }
     }
 
