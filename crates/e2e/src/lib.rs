@@ -39,7 +39,7 @@ pub use output::{Assembly, Outcome, sha256};
 pub use placement::{Gate, Placement};
 pub use points::FailPoints;
 pub use raw::{Frame, Opcode, Raw};
-pub use runsc::Runsc;
+pub use runsc::{Runsc, floor_runsc};
 pub use server::{Options, Server, shared, shared_as};
 pub use tls::{Certificate, TlsTunnel};
 pub use user::User;

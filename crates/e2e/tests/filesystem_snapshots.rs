@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use sandboxer_e2e::{DEADLINE, Server, User, Volume, Ws, count, eventually};
+use sandboxer_e2e::{DEADLINE, Server, User, Volume, Ws, count, eventually, floor_runsc};
 use serde_json::json;
 
 /// Every kind of entry that a layer can have, many times over, and deletions in what was there before.
@@ -278,6 +278,21 @@ async fn who_creates_while_it_is_replaced_gets_the_old_one_or_the_new_one_whole(
         }
     };
     tokio::join!(replacing, creating);
+}
+
+#[tokio::test]
+async fn a_snapshot_outlives_the_version_of_runsc_in_both_directions() {
+    let volume = Volume::default();
+    let (new, old) = (volume.filesystems().start(), volume.filesystems().env("SANDBOXER_RUNSC", floor_runsc()).start());
+    for (name, from, to) in [("up", &old, &new), ("down", &new, &old)] {
+        let mut ws = Ws::create(from).await;
+        let made = ws.run(json!({"language": "python", "code": MAKE, "env": {"COUNT": "500"}})).await;
+        let _ = made.ok();
+        let before = listed(&mut ws).await;
+        ws.snapshot_filesystem(name).await;
+        let mut ws = Ws::create_from(to, name).await;
+        expect_same(&before, &listed(&mut ws).await);
+    }
 }
 
 async fn running_writer(server: &Server) -> Ws {
