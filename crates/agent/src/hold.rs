@@ -168,7 +168,10 @@ fn threads(init: Option<i32>) -> Vec<i32> {
     };
     let own = i32::try_from(std::process::id()).unwrap_or(1);
     let processes = numbers("/proc").into_iter().filter(|pid| *pid != own && Some(*pid) != init);
-    processes.flat_map(|pid| numbers(&format!("/proc/{pid}/task"))).filter(|thread| !state(*thread).is_none_or(|state| matches!(state, 'Z' | 'X'))).collect()
+    processes
+        .flat_map(|pid| numbers(&format!("/proc/{pid}/task")))
+        .filter(|thread| !state(*thread).is_none_or(|state| matches!(state, 'Z' | 'X')))
+        .collect()
 }
 
 fn state(thread: i32) -> Option<char> {

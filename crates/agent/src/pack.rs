@@ -58,9 +58,19 @@ enum Doing {
     Root(OwnedFd),
     Walking,
     /// Looking where its holes are.
-    Scanning { file: File, entry: Box<Entry>, scan: Scan },
+    Scanning {
+        file: File,
+        entry: Box<Entry>,
+        scan: Scan,
+    },
     /// Its content, part by part, the next one last.
-    Reading { file: File, path: EntryPath, left: u64, parts: Vec<Extent>, stored: u64 },
+    Reading {
+        file: File,
+        path: EntryPath,
+        left: u64,
+        parts: Vec<Extent>,
+        stored: u64,
+    },
     Done,
 }
 
@@ -255,8 +265,7 @@ impl Packer {
     }
 }
 
-const DIRECTORY: OFlag =
-    OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_NOATIME);
+const DIRECTORY: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_NOATIME);
 
 fn parse(path: &[u8]) -> io::Result<EntryPath> {
     EntryPath::parse(path).map_err(|fault| {
@@ -266,7 +275,8 @@ fn parse(path: &[u8]) -> io::Result<EntryPath> {
 }
 
 fn changed(path: &EntryPath, error: io::Error) -> io::Error {
-    let why = if error.kind() == io::ErrorKind::UnexpectedEof { "it became shorter while it was read".to_owned() } else { error.to_string() };
+    let why =
+        if error.kind() == io::ErrorKind::UnexpectedEof { "it became shorter while it was read".to_owned() } else { error.to_string() };
     io::Error::other(format!("{path}: {why}"))
 }
 

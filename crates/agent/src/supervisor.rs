@@ -18,8 +18,14 @@ const MAX_DELAY: Duration = Duration::from_secs(2);
 const HOPELESS: u32 = 5;
 
 enum State {
-    Up { process: InitProcess, ready: bool, since: Instant },
-    Down { retry: Instant },
+    Up {
+        process: InitProcess,
+        ready: bool,
+        since: Instant,
+    },
+    Down {
+        retry: Instant,
+    },
     /// None is wanted.
     Held,
 }

@@ -181,7 +181,8 @@ impl Sink for Layer {
             Kind::HardLink { .. } | Kind::Opaque => return Ok(()),
         }
         if (meta.uid, meta.gid) != (0, 0) {
-            fchownat(parent, &*name, Some(meta.uid.into()), Some(meta.gid.into()), AtFlags::AT_SYMLINK_NOFOLLOW).map_err(at_errno(&path))?;
+            fchownat(parent, &*name, Some(meta.uid.into()), Some(meta.gid.into()), AtFlags::AT_SYMLINK_NOFOLLOW)
+                .map_err(at_errno(&path))?;
         }
         let time = spec(meta.mtime);
         utimensat(parent, &*name, &time, &time, UtimensatFlags::NoFollowSymlink).map_err(at_errno(&path))

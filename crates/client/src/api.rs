@@ -132,7 +132,8 @@ impl Api {
         let body = if body.is_empty() {
             Value::Null
         } else {
-            serde_json::from_slice(&body).map_err(|_| self.cut(format!("it answered {status}, and not in JSON; is this a sandboxer server?")))?
+            serde_json::from_slice(&body)
+                .map_err(|_| self.cut(format!("it answered {status}, and not in JSON; is this a sandboxer server?")))?
         };
         Ok(Answer { status: status.as_u16(), body })
     }

@@ -71,7 +71,10 @@ async fn a_snapshot_leaves_as_a_layer_and_a_layer_enters_as_a_snapshot() {
     let (volume, dir) = (Volume::default(), tempfile::tempdir().unwrap());
     let server = volume.filesystems().start();
     let mut ws = Ws::create(&server).await;
-    let _ = ws.bash("mkdir -p /opt/app; echo app > /opt/app/f; ln -s f /opt/app/l; rm -r /usr/share/zoneinfo; rm -r /etc/skel; mkdir /etc/skel").await.ok();
+    let _ = ws
+        .bash("mkdir -p /opt/app; echo app > /opt/app/f; ln -s f /opt/app/l; rm -r /usr/share/zoneinfo; rm -r /etc/skel; mkdir /etc/skel")
+        .await
+        .ok();
     ws.snapshot_filesystem("app").await;
     let layer = dir.path().join("layer.tar");
     let _ = said(&server, &["export", "app", layer.to_str().unwrap()]);
@@ -140,7 +143,9 @@ async fn names_belong_to_a_key_and_without_a_path_there_are_none() {
     assert_eq!(server.found(two, "/v1/filesystem-snapshots/mine")["sandbox_id"], other["id"]);
 
     let without = sandboxer_e2e::shared();
-    for (method, path) in [("GET", "/v1/filesystem-snapshots"), ("GET", "/v1/filesystem-snapshots/x"), ("DELETE", "/v1/filesystem-snapshots/x")] {
+    for (method, path) in
+        [("GET", "/v1/filesystem-snapshots"), ("GET", "/v1/filesystem-snapshots/x"), ("DELETE", "/v1/filesystem-snapshots/x")]
+    {
         let answer = http::request(without.address(), method, path, &[]).unwrap();
         assert_eq!((answer.status, &answer.json()["error"]["code"]), (501, &json!("filesystem_snapshots_not_configured")));
     }

@@ -28,7 +28,8 @@ for n in range(int(os.environ['WHEELS'])):
         wheel.writestr(f'{name}-1.0.dist-info/RECORD', '\n'.join(record + [f'{name}-1.0.dist-info/RECORD,,']) + '\n')
 "#;
 
-const INSTALL: &str = "pip install --quiet --no-index --no-deps --break-system-packages --root-user-action=ignore /tmp/wheels/*.whl && rm -r /tmp/wheels";
+const INSTALL: &str =
+    "pip install --quiet --no-index --no-deps --break-system-packages --root-user-action=ignore /tmp/wheels/*.whl && rm -r /tmp/wheels";
 
 /// The most that the server has ever had in memory, in KiB.
 fn peak_kib(server: &Server) -> u64 {
@@ -74,7 +75,9 @@ async fn creating_from_a_snapshot_takes_a_tenth_of_installing_and_nobody_stands_
     let mut from = Ws::create_with(&server, json!({"limits": limits(), "filesystem_snapshot_name": "installed"})).await;
     let creating = began.elapsed();
     let grown = peak_kib(&server) - before;
-    println!("{wheels} wheels: installing {installing:?}, snapshot {snapshotting:?}, held {held:?}, create {creating:?}, memory {grown} KiB");
+    println!(
+        "{wheels} wheels: installing {installing:?}, snapshot {snapshotting:?}, held {held:?}, create {creating:?}, memory {grown} KiB"
+    );
     let seen = from.bash("python3 -c 'import bulk0, bulk4; print(bulk0.value)'; pip list 2>/dev/null | grep -c bulk").await;
     assert_eq!(seen.ok(), format!("1\n{wheels}\n"));
     assert!(creating * 10 <= installing, "creating took {creating:?}, installing {installing:?}");

@@ -122,9 +122,11 @@ async fn every_kind_of_entry_comes_back_at_another_users_server_as_it_was() {
     let mut ws = Ws::create_from(&a, "second").await;
     assert_eq!(ws.bash("cat /srv/more /etc/issue; ls /srv; ls /etc/skel").await.ok(), "more\nback\ndeep\nholes\nlarge\nmore\nnew\n");
     volume.expect_private();
-    assert!(std::fs::read_dir(volume.path()).unwrap().all(|entry| {
-        ["filesystem", "images", "packs"].contains(&entry.unwrap().file_name().to_str().unwrap())
-    }));
+    assert!(
+        std::fs::read_dir(volume.path())
+            .unwrap()
+            .all(|entry| { ["filesystem", "images", "packs"].contains(&entry.unwrap().file_name().to_str().unwrap()) })
+    );
 }
 
 #[tokio::test]
@@ -313,7 +315,10 @@ async fn a_server_that_dies_while_it_makes_one_leaves_the_sandbox_going_and_no_s
     while ws.next().await["status"] != "SANDBOX_FILESYSTEM_SNAPSHOT_CREATING" {}
     let packing = server.data_dir().join("packing");
     eventually("the files are on their way", DEADLINE, || {
-        std::fs::read_dir(&packing).unwrap().flatten().any(|dir| std::fs::metadata(dir.path().join("layer.tar")).is_ok_and(|file| file.len() > 1_000_000))
+        std::fs::read_dir(&packing)
+            .unwrap()
+            .flatten()
+            .any(|dir| std::fs::metadata(dir.path().join("layer.tar")).is_ok_and(|file| file.len() > 1_000_000))
     })
     .await;
     server.kill9();

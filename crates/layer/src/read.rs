@@ -81,13 +81,31 @@ impl<E> Fault<E> {
 #[derive(Debug)]
 enum State {
     /// At a header, of which so much is there.
-    Header { filled: usize },
-    Extension { kind: u8, data: Vec<u8>, left: u64 },
+    Header {
+        filled: usize,
+    },
+    Extension {
+        kind: u8,
+        data: Vec<u8>,
+        left: u64,
+    },
     /// The map of a file with holes, block by block, with what to say when it is whole.
-    Map { entry: Box<Entry>, reader: MapReader, filled: usize, stored: u64 },
+    Map {
+        entry: Box<Entry>,
+        reader: MapReader,
+        filled: usize,
+        stored: u64,
+    },
     /// Within a file: what is left of this part of it, and the parts behind it, the next one last.
-    Data { offset: u64, left: u64, then: Vec<Extent>, padding: u64 },
-    Skip { left: u64 },
+    Data {
+        offset: u64,
+        left: u64,
+        then: Vec<Extent>,
+        padding: u64,
+    },
+    Skip {
+        left: u64,
+    },
     /// Behind the end mark there may be anything.
     End,
 }

@@ -234,7 +234,10 @@ fn what_leads_outside_or_lies_is_refused() {
     assert!(refused(|bytes| bytes[124] = b'9').contains("size"));
     // Binary, and longer than anything: it does not fit, and nothing is set aside for it.
     assert!(refused(|bytes| bytes[124..136].fill(0xff)).contains("size"));
-    assert!(refused(|bytes| bytes[124..136].copy_from_slice(&[0x80, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff])).contains("larger"));
+    assert!(
+        refused(|bytes| bytes[124..136].copy_from_slice(&[0x80, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]))
+            .contains("larger")
+    );
     let mut bytes = archive(&[file(b"aa", b"content")]);
     bytes[0] = b'b';
     assert!(read(&bytes, 512, ROOM).unwrap_err().to_string().contains("checksum"));

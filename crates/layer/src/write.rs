@@ -59,7 +59,8 @@ pub fn put_head(out: &mut Vec<u8>, entry: &Entry, extents: Option<&[Extent]>) {
             records.add(name, value.to_string().as_bytes());
         }
     }
-    let whole = meta.mtime.nanos == 0 && u64::try_from(meta.mtime.seconds).is_ok_and(|seconds| put_number(&mut block[header::MTIME], seconds));
+    let whole =
+        meta.mtime.nanos == 0 && u64::try_from(meta.mtime.seconds).is_ok_and(|seconds| put_number(&mut block[header::MTIME], seconds));
     if !whole {
         put_number(&mut block[header::MTIME], 0);
         records.add("mtime", time(meta.mtime).as_bytes());

@@ -31,12 +31,10 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 pub(crate) use self::catalogue::{About, SavedCheckpoint, SavedSnapshot};
-pub(crate) use self::images::StoredImages;
+use self::catalogue::{Known, Saving};
 pub use self::facts::Facts;
+pub(crate) use self::images::StoredImages;
 pub(crate) use self::state::SavedState;
-use self::{
-    catalogue::{Known, Saving},
-};
 use crate::{images::Images, sandbox::record::Record};
 
 /// Where the hash of a sandbox's token is kept on the volume.

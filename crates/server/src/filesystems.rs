@@ -16,18 +16,18 @@ use std::{
 use sandboxer_layer::{Limits as ArchiveLimits, Summary};
 use sandboxer_protocol::{SandboxId, client::ErrorCode};
 use sandboxer_store::{
-    Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, LocalStore, Manifest, ManifestAt, Saver, Source,
-    Volume, VolumeKey, failpoint::FailPoints, layer_file,
+    Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, LocalStore, Manifest, ManifestAt,
+    Saver, Source, Volume, VolumeKey, failpoint::FailPoints, layer_file,
 };
 use serde_json::Map;
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
+use self::spool::NotTaken;
 pub(crate) use self::{
     catalogue::SavedFilesystem,
     spool::{Form, Piece, Pieces, Spool, spool},
 };
-use self::spool::NotTaken;
 use crate::{
     checkpoints::{StoredImages, other, private_dir, tenant},
     images::Images,
@@ -130,7 +130,8 @@ impl Filesystems {
         let dir = tempfile::Builder::new().prefix("layer-").tempdir_in(&self.work).map_err(room)?;
         let (path, limits) = (dir.path().join(LAYER_FILE), self.limits);
         let into = path.clone();
-        let summary = spawn_blocking(move || spool.write(&into, form, limits)).await.map_err(|_| failed("the archive could not be taken in"))?;
+        let summary =
+            spawn_blocking(move || spool.write(&into, form, limits)).await.map_err(|_| failed("the archive could not be taken in"))?;
         let summary = summary.map_err(|why| match why {
             // What a sandbox sends is our own agent's, unless that was taken over.
             NotTaken::Refused(why) if form == Form::Any => (ErrorCode::InvalidField, format!("The archive is refused: {why}.")),
@@ -218,7 +219,9 @@ pub(crate) struct Layer {
 pub(crate) fn parse(name: &str) -> Result<FilesystemName, Refusal> {
     name.parse().map_err(|_| {
         let shown: String = name.chars().take(80).collect();
-        let message = format!("{shown:?} can't be the name of a filesystem snapshot: 1 to 64 of A-Z, a-z, 0-9, \".\", \"_\" and \"-\", not a dot first.");
+        let message = format!(
+            "{shown:?} can't be the name of a filesystem snapshot: 1 to 64 of A-Z, a-z, 0-9, \".\", \"_\" and \"-\", not a dot first."
+        );
         (ErrorCode::InvalidName, message)
     })
 }

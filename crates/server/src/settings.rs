@@ -4,7 +4,9 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use sandboxer_protocol::limits::{MAX_CLIENT_MESSAGE_BYTES, OUTPUT_WINDOW_BYTES, STDIN_WINDOW_BYTES};
 
-use crate::{checkpoints::CheckpointSettings, filesystems::FilesystemSettings, http::Access, limits::Limits, tls::Tls, workspaces::WorkspaceSettings};
+use crate::{
+    checkpoints::CheckpointSettings, filesystems::FilesystemSettings, http::Access, limits::Limits, tls::Tls, workspaces::WorkspaceSettings,
+};
 
 #[derive(Debug, Clone)]
 pub struct Settings {

@@ -115,7 +115,9 @@ impl Place {
                 // A directory in its place would hide where it leads to.
                 Err(Errno::ELOOP | Errno::ENOTDIR) => {
                     let name = name.to_string_lossy();
-                    return Err(Failure::Refused(format!("{path}: {name} is no directory in the image; the archive is made for another one")));
+                    return Err(Failure::Refused(format!(
+                        "{path}: {name} is no directory in the image; the archive is made for another one"
+                    )));
                 }
                 Err(error) => return Err(at_errno(path)(error)),
             }

@@ -11,7 +11,9 @@ use std::{
 use clap::ValueEnum;
 use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
-use sandboxer_server::{Access, ApiKey, CheckpointSettings, Facts, FilesystemSettings, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings};
+use sandboxer_server::{
+    Access, ApiKey, CheckpointSettings, Facts, FilesystemSettings, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings,
+};
 
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.

@@ -10,10 +10,10 @@ use nix::fcntl::OFlag;
 use tar::EntryType;
 
 use super::{decompressed, not_an_image};
-use sandboxer_layer::EntryPath;
 use crate::error::{Doing, Error, Result};
 use crate::layer::Limits;
 use crate::tar_reader::{Bounded, for_each_entry};
+use sandboxer_layer::EntryPath;
 
 /// More members than this no image archive has.
 const MAX_MEMBERS: usize = 10_000;

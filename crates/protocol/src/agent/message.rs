@@ -203,10 +203,21 @@ pub enum ToAgent {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToAgentFrame {
     Control(ToAgent),
-    Exec { spec: ExecSpec, code: Bytes },
-    Stdin { number: ExecutionNumber, offset: u64, data: Bytes },
+    Exec {
+        spec: ExecSpec,
+        code: Bytes,
+    },
+    Stdin {
+        number: ExecutionNumber,
+        offset: u64,
+        data: Bytes,
+    },
     /// A piece of an archive.
-    Files { sequence: u64, offset: u64, data: Bytes },
+    Files {
+        sequence: u64,
+        offset: u64,
+        data: Bytes,
+    },
 }
 
 /// How an execution ended.
@@ -378,7 +389,16 @@ pub struct Enforced {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FromAgentFrame {
     Control(FromAgent),
-    Output { number: ExecutionNumber, stream: Stream, offset: u64, data: Bytes },
+    Output {
+        number: ExecutionNumber,
+        stream: Stream,
+        offset: u64,
+        data: Bytes,
+    },
     /// A piece of an archive.
-    Files { sequence: u64, offset: u64, data: Bytes },
+    Files {
+        sequence: u64,
+        offset: u64,
+        data: Bytes,
+    },
 }
