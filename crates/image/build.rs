@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn build_agent(out: &Path) -> Result<PathBuf, Box<dyn Error>> {
     let manifest_dir = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
     let workspace = manifest_dir.join("../..").canonicalize()?;
-    for watched in ["crates/agent", "crates/protocol", "Cargo.lock", "Cargo.toml"] {
+    for watched in ["crates/agent", "crates/layer", "crates/protocol", "Cargo.lock", "Cargo.toml"] {
         println!("cargo::rerun-if-changed={}", workspace.join(watched).display());
     }
     let target = variable("TARGET")?.into_string().map_err(|_| "TARGET is not UTF-8")?;

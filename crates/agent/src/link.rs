@@ -10,7 +10,8 @@ use std::{
 use bytes::{Buf, BytesMut};
 use sandboxer_agent::window::Window;
 use sandboxer_protocol::agent::{
-    AgentDecoder, AgentEvent, ExecutionNumber, FromAgent, Marker, Nonce, Stream, encode_from_agent, encode_output, encode_reply_opening,
+    AgentDecoder, AgentEvent, ExecutionNumber, FromAgent, Marker, Nonce, Stream, encode_files_from_agent, encode_from_agent, encode_output,
+    encode_reply_opening,
 };
 use sandboxer_protocol::limits::MAX_OUTPUT_PIECE_BYTES;
 
@@ -204,6 +205,29 @@ impl Link {
         }
     }
 
+    /// Whether a piece of an archive can be sent now.
+    pub(crate) fn takes_files(&self) -> bool {
+        self.open && !self.mute && self.writable && self.unsaid.is_empty()
+    }
+
+    /// Sends a piece of an archive, from where it lies as far as that goes now.
+    pub(crate) fn send_files(&mut self, sequence: u64, offset: u64, data: &[u8]) {
+        let mut head = BytesMut::with_capacity(32);
+        encode_files_from_agent(&mut head, sequence, offset, &[]);
+        add_to_length(&mut head, data.len());
+        match self.output.write_vectored(&[IoSlice::new(&head), IoSlice::new(data)]) {
+            Ok(written) => {
+                self.unsaid.extend_from_slice(&head[written.min(head.len())..]);
+                self.unsaid.extend_from_slice(&data[written.saturating_sub(head.len())..]);
+            }
+            Err(error) => {
+                self.unsaid.extend_from_slice(&head);
+                self.unsaid.extend_from_slice(data);
+                self.failed(&error);
+            }
+        }
+    }
+
     fn failed(&mut self, error: &io::Error) {
         match error.kind() {
             io::ErrorKind::Interrupted => {}
@@ -257,6 +281,7 @@ mod tests {
             execution: None,
             last_number: None,
             identifies: true,
+            files: true,
         }
     }
 

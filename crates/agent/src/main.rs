@@ -13,6 +13,7 @@
 mod agent;
 mod cgroup;
 mod execution;
+mod hold;
 mod init;
 mod ipc;
 mod link;

@@ -6,7 +6,7 @@ use std::{
 };
 
 use nix::{
-    mount::MsFlags,
+    mount::{MntFlags, MsFlags, umount2},
     sys::socket::{AddressFamily, SockFlag, SockType, socketpair},
 };
 use sandboxer_protocol::agent::{AgentConfig, Enforced};
@@ -20,7 +20,11 @@ use crate::{
 /// The guest's root, as the agent sees it.
 pub(crate) const ROOT: &str = "/sandboxer/root";
 const LAYER: &str = "/sandboxer/rw";
-const BASE: &str = "/rootfs";
+/// All that the guest changed.
+pub(crate) const UPPER: &str = "/sandboxer/rw/upper";
+const WORK: &str = "/sandboxer/rw/work";
+/// The image, which it can't change.
+pub(crate) const BASE: &str = "/rootfs";
 const AGENT: &std::ffi::CStr = c"/sandboxer/agent";
 
 /// Mounts the writable layer and the guest's root, and finds out what can be limited.
@@ -28,11 +32,9 @@ pub(crate) fn prepare(config: &AgentConfig) -> io::Result<(Enforced, Option<Grou
     let context = |what: &'static str| move |error: io::Error| io::Error::new(error.kind(), format!("{what}: {error}"));
     let inodes =
         mount_tmpfs(LAYER, config.disk_bytes, Some(config.disk_inodes), "mode=0700").map_err(context("mounting the writable layer"))?;
-    let (upper, work) = (format!("{LAYER}/upper"), format!("{LAYER}/work"));
-    fs::create_dir(&upper)?;
-    fs::create_dir(&work)?;
-    let layers = format!("lowerdir={BASE},upperdir={upper},workdir={work}");
-    sys::mount("overlay", ROOT, MsFlags::empty(), &layers).map_err(context("mounting the guest's root"))?;
+    fs::create_dir(UPPER)?;
+    fs::create_dir(WORK)?;
+    mount_root()?;
     let groups = Groups::mount(config.pids);
     let enforced = Enforced {
         pids: config.pids.is_some() && groups.as_ref().is_some_and(Groups::limits_pids),
@@ -41,6 +43,23 @@ pub(crate) fn prepare(config: &AgentConfig) -> io::Result<(Enforced, Option<Grou
         inodes,
     };
     Ok((enforced, groups))
+}
+
+/// Lays what the guest changes on the image.
+pub(crate) fn mount_root() -> io::Result<()> {
+    let layers = format!("lowerdir={BASE},upperdir={UPPER},workdir={WORK}");
+    sys::mount("overlay", ROOT, MsFlags::empty(), &layers)
+        .map_err(|error| io::Error::new(error.kind(), format!("mounting the guest's root: {error}")))
+}
+
+/// Takes the guest's root apart and its layer back to nothing, for another one. No process of the guest may be there.
+pub(crate) fn clear_layer() -> io::Result<()> {
+    umount2(ROOT, MntFlags::MNT_DETACH)?;
+    for dir in [UPPER, WORK] {
+        fs::remove_dir_all(dir)?;
+        fs::create_dir(dir)?;
+    }
+    Ok(())
 }
 
 /// A tmpfs of this size; says whether the number of files is limited too, which an older gVisor can't.

@@ -5,7 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::setup::{self, InitProcess};
+use crate::{
+    setup::{self, InitProcess},
+    sys,
+};
 
 /// An init that lived longer than this was a good one: the next starts at once.
 const GOOD_LIFE: Duration = Duration::from_secs(1);
@@ -15,8 +18,16 @@ const MAX_DELAY: Duration = Duration::from_secs(2);
 const HOPELESS: u32 = 5;
 
 enum State {
-    Up { process: InitProcess, ready: bool, since: Instant },
-    Down { retry: Instant },
+    Up {
+        process: InitProcess,
+        ready: bool,
+        since: Instant,
+    },
+    Down {
+        retry: Instant,
+    },
+    /// None is wanted.
+    Held,
 }
 
 pub(crate) struct Supervisor {
@@ -57,7 +68,20 @@ impl Supervisor {
     pub(crate) fn process(&self) -> Option<&InitProcess> {
         match &self.state {
             State::Up { process, .. } => Some(process),
-            State::Down { .. } => None,
+            State::Down { .. } | State::Held => None,
+        }
+    }
+
+    /// Ends the init, if there is one; none is started until [`Self::go_on`].
+    pub(crate) fn hold(&mut self) {
+        if let State::Up { process, .. } = std::mem::replace(&mut self.state, State::Held) {
+            sys::end(process.pid);
+        }
+    }
+
+    pub(crate) fn go_on(&mut self, now: Instant) {
+        if matches!(self.state, State::Held) {
+            self.state = State::Down { retry: now };
         }
     }
 
@@ -103,7 +127,7 @@ impl Supervisor {
     pub(crate) fn retry(&self) -> Option<Instant> {
         match self.state {
             State::Down { retry } => Some(retry),
-            State::Up { .. } => None,
+            State::Up { .. } | State::Held => None,
         }
     }
 }

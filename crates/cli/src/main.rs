@@ -5,6 +5,7 @@
 
 mod doctor;
 mod extension;
+mod fs_snapshot;
 mod image;
 mod run;
 mod serve;
@@ -58,6 +59,8 @@ enum Command {
     Fork(travel::ForkArgs),
     /// Draw the history of a sandbox: what was saved of it, what it came from and what came from it
     Tree(tree::TreeArgs),
+    /// Keep the files of sandboxes as templates for new ones; list, show, remove, export and import them
+    FsSnapshot(fs_snapshot::Args),
     /// List, show and check profiles: what kinds of sandboxes there are
     Profiles(workspaces::ProfilesArgs),
     /// For those who write an extension
@@ -94,6 +97,7 @@ fn main() -> ExitCode {
         Command::Tree(args) => tree::tree(&args),
         Command::Restore(args) => workspaces::restore(&args),
         Command::Snapshots(args) => workspaces::snapshots(&args),
+        Command::FsSnapshot(args) => fs_snapshot::run(&args),
         Command::Profiles(args) => workspaces::profiles(&args),
         Command::Extension(args) => extension::run(&args),
         Command::Image(args) => image::run(args),

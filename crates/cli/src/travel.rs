@@ -116,7 +116,7 @@ pub(crate) fn fork(args: &ForkArgs) -> Result<ExitCode> {
 }
 
 /// Shows on a terminal that something is being done, and for how long.
-fn working<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn working<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let bar = ProgressBar::new_spinner();
     // The template is ours; should it be wrong, the default one does.
     if let Ok(style) = ProgressStyle::with_template("{spinner} {elapsed:>4} {msg}") {

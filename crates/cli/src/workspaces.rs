@@ -174,13 +174,21 @@ impl Ask {
     }
 
     fn answer(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
+        self.transfer(async |api| api.request(method, path, body).await)
+    }
+
+    /// Asks in whatever way.
+    pub(crate) fn transfer(&self, ask: impl AsyncFnOnce(&Api) -> Result<Answer, Error>) -> Result<Answer> {
         let mut connection = Connection::default();
         if let Some(key) = &self.api_key {
             connection = connection.api_key(key);
         }
         let api = Api::new(&self.server, &connection)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(api.request(method, path, body)).map_err(|error| self.explain(error))
+        let answer = runtime.block_on(ask(&api)).map_err(|error| self.explain(error));
+        // A read of the standard input can't be called off.
+        runtime.shutdown_background();
+        answer
     }
 
     fn explain(&self, error: Error) -> anyhow::Error {
@@ -328,7 +336,7 @@ fn plain(value: &Value) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-fn details(object: &Value) -> String {
+pub(crate) fn details(object: &Value) -> String {
     object.as_object().into_iter().flatten().map(|(name, value)| format!("{name}: {}\n", plain(value))).collect()
 }
 

@@ -1,11 +1,14 @@
 //! The resource API of a server: plain HTTP, one connection a request.
 
+mod transfer;
+
 use std::time::Duration;
 
 use bytes::Bytes;
-use http_body_util::{BodyExt as _, Full, Limited};
+use http_body_util::{BodyExt as _, Full, Limited, combinators::BoxBody};
 use hyper::{
-    Method, Request, StatusCode,
+    Method, Request, Response, StatusCode,
+    body::Incoming,
     client::conn::http1,
     header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue},
 };
@@ -23,6 +26,9 @@ use crate::{Address, Connection, Error};
 const MAX_ANSWER_BYTES: usize = 64 * 1024 * 1024;
 /// How long an answer may take: the server works until what was asked for is done.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2 * 3600);
+
+/// What is sent with a request.
+type Sent = BoxBody<Bytes, std::io::Error>;
 
 /// What a server answered.
 #[derive(Debug, Clone)]
@@ -60,6 +66,19 @@ impl Api {
     /// # Errors
     /// The server can't be reached, or does not answer in JSON.
     pub async fn request(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Answer, Error> {
+        let bytes = body.map(|body| Bytes::from(body.to_string())).unwrap_or_default();
+        let kind = body.map(|_| "application/json");
+        let sent = Full::new(bytes).map_err(|never| match never {}).boxed();
+        let response = self.send(method, path, kind, sent).await?;
+        timeout(ANSWER_WITHIN, self.answer(response)).await.unwrap_or_else(|_| Err(self.cut("it did not answer in time")))
+    }
+
+    fn cut(&self, why: impl std::fmt::Display) -> Error {
+        Error::Unavailable { message: format!("{}: {why}", self.address) }
+    }
+
+    /// Sends a request; what is answered comes when it is read.
+    async fn send(&self, method: &str, path: &str, kind: Option<&'static str>, body: Sent) -> Result<Response<Incoming>, Error> {
         let cut = |why: String| Error::Unavailable { message: why };
         let (host, port) = self.address.socket();
         let connecting = timeout(self.connect_timeout, TcpStream::connect((host, port))).await;
@@ -68,7 +87,7 @@ impl Api {
             Ok(Err(error)) => return Err(cut(format!("connecting to {}: {error}", self.address))),
             Err(_) => return Err(cut(format!("{} did not answer within {:?}", self.address, self.connect_timeout))),
         };
-        let request = self.build(method, path, body)?;
+        let request = self.build(method, path, kind, body)?;
         let asked = async {
             if self.address.is_secure() {
                 let stream = tls(host, tcp).await.map_err(|why| cut(format!("{}: {why}", self.address)))?;
@@ -80,33 +99,32 @@ impl Api {
         timeout(ANSWER_WITHIN, asked).await.unwrap_or_else(|_| Err(cut(format!("{} did not answer in time", self.address))))
     }
 
-    fn build(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Request<Full<Bytes>>, Error> {
+    fn build(&self, method: &str, path: &str, kind: Option<&'static str>, body: Sent) -> Result<Request<Sent>, Error> {
         let method = Method::from_bytes(method.as_bytes()).map_err(|_| Error::invalid(format!("{method:?} is no method of HTTP.")))?;
         let mut request = Request::builder().method(method).uri(self.address.path(path)).header(HOST, self.address.authority());
         if let Some(value) = &self.authorization {
             request = request.header(AUTHORIZATION, value.clone());
         }
-        let bytes = match body {
-            Some(body) => {
-                request = request.header(CONTENT_TYPE, "application/json");
-                Bytes::from(body.to_string())
-            }
-            None => Bytes::new(),
-        };
-        request.body(Full::new(bytes)).map_err(|error| Error::invalid(format!("{path:?} can't be asked for: {error}")))
+        if let Some(kind) = kind {
+            request = request.header(CONTENT_TYPE, kind);
+        }
+        request.body(body).map_err(|error| Error::invalid(format!("{path:?} can't be asked for: {error}")))
     }
 
-    async fn ask<S>(&self, stream: S, request: Request<Full<Bytes>>) -> Result<Answer, Error>
+    async fn ask<S>(&self, stream: S, request: Request<Sent>) -> Result<Response<Incoming>, Error>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let cut = |error: String| Error::Unavailable { message: format!("{}: {error}", self.address) };
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|error| cut(error.to_string()))?;
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.cut(error))?;
         // It ends with the request, whose error says all there is to say.
         tokio::spawn(async move { connection.await.ok() });
-        let response = sender.send_request(request).await.map_err(|error| cut(error.to_string()))?;
+        sender.send_request(request).await.map_err(|error| self.cut(error))
+    }
+
+    /// What was answered, in JSON.
+    async fn answer(&self, response: Response<Incoming>) -> Result<Answer, Error> {
         let status = response.status();
-        let body = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(|error| cut(error.to_string()))?.to_bytes();
+        let body = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(|error| self.cut(error))?.to_bytes();
         if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
             let message = format!("{} answered {status}: {}", self.address, message(&body));
             return Err(Error::Denied { message });
@@ -114,7 +132,8 @@ impl Api {
         let body = if body.is_empty() {
             Value::Null
         } else {
-            serde_json::from_slice(&body).map_err(|_| cut(format!("it answered {status}, and not in JSON; is this a sandboxer server?")))?
+            serde_json::from_slice(&body)
+                .map_err(|_| self.cut(format!("it answered {status}, and not in JSON; is this a sandboxer server?")))?
         };
         Ok(Answer { status: status.as_u16(), body })
     }

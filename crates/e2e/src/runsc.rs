@@ -51,6 +51,16 @@ impl Runsc {
     }
 }
 
+/// The oldest one that is accepted, which `scripts/setup --dev` unpacks beside.
+#[must_use]
+pub fn floor_runsc() -> String {
+    let var = |name| std::env::var_os(name).map(PathBuf::from);
+    let data = var("XDG_DATA_HOME").or_else(|| var("HOME").map(|home| home.join(".local/share"))).unwrap();
+    let path = data.join("sandboxer/floor/runsc");
+    assert!(path.is_file(), "{} is missing: run scripts/setup --dev", path.display());
+    path.to_str().unwrap().to_owned()
+}
+
 /// The one that a server would take: the one that is named, else the one that setup installed for this user, else the one in `PATH`.
 fn real() -> PathBuf {
     let var = |name| std::env::var_os(name).map(PathBuf::from);

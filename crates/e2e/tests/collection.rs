@@ -238,6 +238,16 @@ impl Bustle {
     }
 }
 
+/// Says so when it is dropped, also by a test that fails.
+#[derive(Default)]
+struct Over(Arc<AtomicBool>);
+
+impl Drop for Over {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// An instance that collects all the time.
 fn busy(options: Options) -> Server {
     let options = options.arg("--collect-every").arg("0.5").arg("--longest-save").arg("60");
@@ -255,9 +265,9 @@ async fn writers_and_collectors_on_several_instances_lose_nothing_and_leave_noth
     let length = if soak() { Duration::from_secs(600) } else { Duration::from_secs(12) };
     let until = Instant::now() + length;
     let bustle = Arc::new(Bustle { volume, servers, until, made: AtomicUsize::new(0), checked: AtomicUsize::new(0) });
-    let over = Arc::new(AtomicBool::new(false));
+    let over = Over::default();
     let by_hand = tokio::task::spawn_blocking({
-        let (bustle, over) = (Arc::clone(&bustle), Arc::clone(&over));
+        let (bustle, over) = (Arc::clone(&bustle), Arc::clone(&over.0));
         move || {
             while !over.load(Ordering::Relaxed) {
                 ok(&bustle.volume.store(&["gc", "--keep-checkpoints", "2"]));
@@ -265,7 +275,7 @@ async fn writers_and_collectors_on_several_instances_lose_nothing_and_leave_noth
         }
     });
     join_all((0..3).map(|number| bustle.work(number))).await;
-    over.store(true, Ordering::Relaxed);
+    drop(over);
     by_hand.await.unwrap();
     let made = (bustle.made.load(Ordering::Relaxed), bustle.checked.load(Ordering::Relaxed));
     println!("{} sandboxes were saved, copied and killed; {} restores were checked", made.0, made.1);

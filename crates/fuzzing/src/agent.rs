@@ -6,7 +6,7 @@ use bytes::BytesMut;
 use sandboxer_protocol::{
     agent::{
         AgentDecoder, AgentEvent, Corrupt, FromAgent, FromAgentFrame, Marker, Nonce, ServerDecoder, ToAgent, ToAgentFrame,
-        encode_from_agent, encode_output,
+        encode_files_from_agent, encode_from_agent, encode_output,
     },
     limits::MAX_OUTPUT_PIECE_BYTES,
 };
@@ -73,6 +73,7 @@ fn encode(frame: &FromAgentFrame) -> BytesMut {
     match frame {
         FromAgentFrame::Control(message) => encode_from_agent(&mut out, message),
         FromAgentFrame::Output { number, stream, offset, data } => encode_output(&mut out, *number, *stream, *offset, &[data]),
+        FromAgentFrame::Files { sequence, offset, data } => encode_files_from_agent(&mut out, *sequence, *offset, data),
     }
     out
 }

@@ -5,7 +5,7 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -18,8 +18,8 @@ const BLOCK: usize = 512;
 const CHECKSUM: std::ops::Range<usize> = 148..156;
 const SIZE: std::ops::Range<usize> = 124..136;
 
-const MAX_BYTES: u64 = 1 << 20;
-const MAX_ENTRIES: u64 = 64;
+pub(crate) const MAX_BYTES: u64 = 1 << 20;
+pub(crate) const MAX_ENTRIES: u64 = 64;
 /// Directories that the last entry may bring before its path is counted.
 const DEEPEST: u64 = 128;
 
@@ -50,15 +50,15 @@ pub fn archive(data: &[u8]) {
 }
 
 /// `around/a/b/{tree,work,source}`: room above the tree for what climbs out of it.
-struct Place {
+pub(crate) struct Place {
     around: TempDir,
-    tree: PathBuf,
-    work: PathBuf,
+    pub(crate) tree: PathBuf,
+    pub(crate) work: PathBuf,
     source: PathBuf,
 }
 
 impl Place {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let around = tempfile::Builder::new().prefix("fuzz-archive-").tempdir().unwrap();
         let inner = around.path().join("a/b");
         let place = Self { around, tree: inner.join("tree"), work: inner.join("work"), source: inner.join("source") };
@@ -68,7 +68,7 @@ impl Place {
         place
     }
 
-    fn check(&self) {
+    pub(crate) fn check(&self) {
         let names = |dir: &Path| {
             let mut names: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
             names.sort();
@@ -89,10 +89,13 @@ impl Place {
                     // So that this, and the removal of everything, work for an ordinary user too.
                     fs::set_permissions(entry.path(), fs::Permissions::from_mode(0o700)).unwrap();
                     dirs.push(entry.path());
-                } else if seen.insert(std::os::unix::fs::MetadataExt::ino(&meta)) {
+                } else if seen.insert(meta.ino()) {
                     bytes += meta.len();
                 }
-                assert!(meta.is_dir() || meta.is_file() || meta.is_symlink(), "a device or the like: {}", entry.path().display());
+                // A deletion is a device that leads nowhere.
+                let deletion = meta.file_type().is_char_device() && meta.rdev() == 0;
+                let harmless = meta.is_dir() || meta.is_file() || meta.is_symlink() || meta.file_type().is_fifo() || deletion;
+                assert!(harmless, "a device or the like: {}", entry.path().display());
             }
         }
         assert!(entries <= MAX_ENTRIES + DEEPEST, "{entries} files and directories");
@@ -101,7 +104,7 @@ impl Place {
 }
 
 /// Puts the checksum of every header right, as far as headers can be found.
-fn with_checksums(data: &[u8]) -> Vec<u8> {
+pub(crate) fn with_checksums(data: &[u8]) -> Vec<u8> {
     let mut archive = data.to_vec();
     let mut at = 0;
     while let Some(header) = archive.get_mut(at..at + BLOCK) {

@@ -10,15 +10,22 @@ mod agent;
 mod archive;
 mod client;
 mod configuration;
+mod layer;
 
 pub use agent::agent_frames;
 pub use archive::archive;
 pub use client::client_message;
 pub use configuration::configuration;
+pub use layer::layer;
 
 /// A function that is fuzzed.
 pub type Target = fn(&[u8]);
 
 /// Every target by the name of its corpus.
-pub const TARGETS: [(&str, Target); 4] =
-    [("agent_frames", agent_frames), ("client_message", client_message), ("archive", archive), ("configuration", configuration)];
+pub const TARGETS: [(&str, Target); 5] = [
+    ("agent_frames", agent_frames),
+    ("client_message", client_message),
+    ("archive", archive),
+    ("layer", layer),
+    ("configuration", configuration),
+];

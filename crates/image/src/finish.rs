@@ -5,9 +5,9 @@ use std::io;
 use std::path::Path;
 
 use crate::agent::AGENT;
-use crate::entry_path::EntryPath;
 use crate::error::{Error, Result};
 use crate::tree::{Meta, Tree};
+use sandboxer_layer::EntryPath;
 
 const HOSTNAME: &str = "sandbox";
 const HOSTS: &str = "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost ip6-localhost ip6-loopback\n";

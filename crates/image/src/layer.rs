@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use tar::EntryType;
 
-use crate::entry_path::{EntryPath, check_symlink_target};
 use crate::error::{Doing, Error, Result};
 use crate::tar_reader::{Bounded, RawEntry, for_each_entry};
 use crate::tree::{Meta, Tree};
+use sandboxer_layer::{EntryPath, check_symlink_target};
 
 const WHITEOUT: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";

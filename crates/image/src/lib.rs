@@ -26,7 +26,6 @@
 mod agent;
 mod apt_sources;
 mod debian;
-mod entry_path;
 mod erofs;
 mod error;
 mod finish;
@@ -44,9 +43,9 @@ mod tree;
 
 pub use agent::{AGENT, agent_digest};
 pub use debian::BaseOptions;
-pub use entry_path::{EntryPath, PathFault, check_symlink_target};
 pub use error::{Error, Result};
 pub use layer::Limits;
 pub use name::{BASE_NAME, Digest, ImageName, ImageRef, ParseError};
 pub use progress::{Progress, Silent, Update};
+pub use sandboxer_layer::{EntryPath, PathFault, check_symlink_target};
 pub use store::{Image, ImageStore, Source};

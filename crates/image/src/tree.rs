@@ -17,8 +17,8 @@ use nix::sys::stat::{Mode, SFlag, UtimensatFlags, fchmod, fstatat, futimens, mkd
 use nix::sys::time::TimeSpec;
 use nix::unistd::{UnlinkatFlags, linkat, symlinkat, unlinkat};
 
-use crate::entry_path::EntryPath;
 use crate::error::{Doing, Error, Result};
+use sandboxer_layer::EntryPath;
 
 /// Later times are brought down to this one (2100); it is also the creation time that every image file carries, so that equal trees give equal files.
 pub(crate) const LATEST_MTIME: u64 = 4_102_444_800;

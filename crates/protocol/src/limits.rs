@@ -17,6 +17,10 @@ pub const OUTPUT_WINDOW_BYTES: u64 = 8 * MIB as u64;
 pub const STDIN_WINDOW_BYTES: u64 = 8 * MIB as u64;
 /// What the agent may send of a stream beyond what the server has passed on.
 pub const OUTPUT_CREDIT_BYTES: u64 = 2 * MIB as u64;
+/// Bytes of an archive in one frame, in either direction.
+pub const MAX_FILES_PIECE_BYTES: usize = 256 * 1024;
+/// What the agent may send of an archive beyond what the server has taken.
+pub const FILES_CREDIT_BYTES: u64 = 4 * MIB as u64;
 /// What a client is told of a message that is no request.
 pub const MAX_COMPLAINT_BYTES: usize = 1024;
 /// An `execution_id`.

@@ -5,7 +5,7 @@ use std::{io, time::Duration};
 use bytes::{Buf as _, BytesMut};
 use sandboxer_protocol::agent::{
     AGENT_PROTOCOL_VERSION, Corrupt, ExecSpec, ExecutionNumber, FromAgent, FromAgentFrame, Marker, NONCE_BYTES, Nonce, ServerDecoder,
-    ToAgent, encode_exec, encode_opening, encode_stdin, encode_to_agent,
+    ToAgent, encode_exec, encode_files_to_agent, encode_opening, encode_stdin, encode_to_agent,
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
@@ -103,6 +103,10 @@ impl LinkWriter {
 
     pub fn queue_stdin(&mut self, number: ExecutionNumber, offset: u64, data: &[u8]) {
         encode_stdin(&mut self.queue, number, offset, data);
+    }
+
+    pub fn queue_files(&mut self, sequence: u64, offset: u64, data: &[u8]) {
+        encode_files_to_agent(&mut self.queue, sequence, offset, data);
     }
 
     /// Bytes that wait to be written.

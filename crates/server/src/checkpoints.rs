@@ -34,13 +34,11 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 pub(crate) use self::catalogue::{About, Origin, SavedCheckpoint, SavedSnapshot};
+use self::catalogue::{Known, Saving};
 pub use self::facts::Facts;
 pub(crate) use self::family::{Branch, Family, Relative};
+pub(crate) use self::images::StoredImages;
 pub(crate) use self::state::SavedState;
-use self::{
-    catalogue::{Known, Saving},
-    images::StoredImages,
-};
 use crate::{images::Images, sandbox::record::Record};
 
 /// Where the hash of a sandbox's token is kept on the volume.
@@ -409,7 +407,7 @@ fn sources(dir: &Path) -> Result<Vec<Source>, Error> {
 }
 
 /// Whose data it is.
-fn tenant(owner: Option<&str>) -> Tenant {
+pub(crate) fn tenant(owner: Option<&str>) -> Tenant {
     owner.map_or_else(Tenant::open, |owner| Tenant::of_key(owner.as_bytes()))
 }
 
@@ -427,12 +425,12 @@ fn instance(data_dir: &Path) -> io::Result<InstanceId> {
     }
 }
 
-fn private_dir(dir: &Path) -> io::Result<()> {
+pub(crate) fn private_dir(dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt as _;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)
 }
 
-fn other(error: Error) -> io::Error {
+pub(crate) fn other(error: Error) -> io::Error {
     io::Error::other(error.whole())
 }
 

@@ -7,6 +7,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a failed unwrap is a failed test"))]
 
 mod checkpoints;
+mod filesystems;
 #[doc(hidden)]
 pub mod fuzzing;
 mod http;
@@ -23,6 +24,7 @@ mod tls;
 mod workspaces;
 
 pub use checkpoints::{CheckpointSettings, Collection, Facts};
+pub use filesystems::FilesystemSettings;
 pub use http::{Access, ApiKey, InvalidKeys};
 pub use images::{BaseImage, Images};
 pub use limits::Limits;

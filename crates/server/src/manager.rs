@@ -5,6 +5,7 @@ mod fork;
 mod go_back;
 mod leave;
 mod rollback;
+mod template;
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -49,6 +50,7 @@ pub(crate) use self::{
 };
 use crate::{
     checkpoints::Checkpoints,
+    filesystems::Filesystems,
     images::Images,
     limits::Limits,
     metrics::Metrics,
@@ -176,6 +178,7 @@ pub(crate) struct Manager {
     host: HostLimits,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) checkpoints: Option<Arc<Checkpoints>>,
+    pub(crate) filesystems: Option<Arc<Filesystems>>,
     /// Sandboxes that are being brought here from the volume: one attach at a time does it, the others then find it.
     arriving: Mutex<HashMap<SandboxId, Weak<Semaphore>>>,
     obituaries: Obituaries,
@@ -203,8 +206,14 @@ impl Manager {
             .clone()
             .map(|checkpoints| Checkpoints::open(checkpoints, &settings.data_dir, largest, TaskTracker::new()).map(Arc::new))
             .transpose()?;
+        let filesystems = settings
+            .filesystems
+            .clone()
+            .map(|filesystems| Filesystems::open(filesystems, &settings.data_dir, &settings.max_limits).map(Arc::new))
+            .transpose()?;
         Ok(Arc::new(Self {
             checkpoints,
+            filesystems,
             arriving: Mutex::default(),
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
             tenants: Arc::new(Tenants::new(settings.key_limits)),
@@ -281,11 +290,13 @@ impl Manager {
         }
         let asked = config.limits.unwrap_or_default();
         let image = config.image.clone();
+        let template_name = config.filesystem_snapshot_name.clone();
         let config = self.check(config)?;
         let resources = config.limits.on_the_host(&asked, &self.host)?;
         let place = self.tenants.admit(owner.as_deref())?;
         let slot = self.slot()?;
-        let image = self.images.find(image.as_deref()).await?;
+        let template = self.template(template_name.as_deref(), owner.as_deref()).await?;
+        let image = self.image_for(template.as_ref(), image.as_deref()).await?;
         let token = new_token();
         let mut record = Record {
             version: RECORD_VERSION,
@@ -305,7 +316,7 @@ impl Manager {
         let held = self.register(&mut record).await?;
         let launch = self.launch(&record, resources);
         let begun = Instant::now();
-        match self.start(&launch, &record).await {
+        match self.start_with_files(&launch, &record, template.as_ref()).await {
             Ok(Opened { enforced, running }) => {
                 info!(ms = begun.elapsed().as_millis(), "started");
                 if let Some(name) = not_enforced(&asked, enforced) {
@@ -319,14 +330,14 @@ impl Manager {
                 let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, keeping);
                 Ok(Created { handle, token })
             }
-            Err(why) => {
-                warn!(why, "could not be started");
+            Err(error) => {
+                warn!(why = error.message, "could not be started");
                 self.discard(&launch).await;
                 if let Some((_, held)) = held {
                     // Nobody has heard of it.
-                    let _ = held.lease.bury(why.clone()).await;
+                    let _ = held.lease.bury(error.message.clone()).await;
                 }
-                Err(CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {why}")))
+                Err(error)
             }
         }
     }
@@ -357,12 +368,6 @@ impl Manager {
         }
         if config.enable_sandbox_handoff == Some(true) && !checkpoint {
             return refuse(ErrorCode::CheckpointNotEnabled, "enable_sandbox_handoff needs enable_checkpoint.");
-        }
-        if config.filesystem_snapshot_name.is_some() {
-            return refuse(
-                ErrorCode::FilesystemSnapshotsNotConfigured,
-                "filesystem_snapshot_name: this server keeps no filesystem snapshots.",
-            );
         }
         if let Some(Network::Allow { .. }) = config.network {
             return refuse(
@@ -474,7 +479,7 @@ impl Manager {
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
         };
         let running = running.identified(&record);
-        let Running { reader, writer, ended, execution, next_number, .. } = running;
+        let Running { reader, writer, ended, execution, next_number, files: packs_files, .. } = running;
         let roller = self.roller();
         let manager = Arc::clone(self);
         let token_sha256 = record.token_sha256.clone();
@@ -505,6 +510,8 @@ impl Manager {
             roller,
             generation: Arc::clone(&handle.generation),
             last_use: handle.last_use.clone(),
+            filesystems: self.filesystems.clone(),
+            packs_files,
         });
         self.lock().insert(id, handle.clone());
         self.leave_too(&handle);
@@ -773,6 +780,8 @@ struct Running {
     next_number: u64,
     /// The agent can be told who it is.
     identifies: bool,
+    /// The agent packs and unpacks files.
+    files: bool,
 }
 
 impl Running {
@@ -793,11 +802,11 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
         end = ended.wait() => return Err(end.to_string()),
     };
     match opened {
-        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, .. }, reader, writer, ended }) => {
+        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, .. }, reader, writer, ended }) => {
             let last = execution.as_ref().map_or(0, |execution| execution.number).max(last_number.unwrap_or(0));
             let next_number = last.saturating_add(1);
             let execution = execution.map(Execution::taken_up);
-            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies } })
+            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies, files } })
         }
         Ok(_) => Err(LinkError::NotAReply.to_string()),
         // The agent's end closes a moment before the runtime knows why.

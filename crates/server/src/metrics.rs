@@ -24,6 +24,7 @@ pub(crate) struct Metrics {
     pub(crate) taken_up: Counter,
     pub(crate) saves: Counter,
     pub(crate) snapshots: Counter,
+    pub(crate) filesystem_snapshots: Counter,
     pub(crate) rollbacks: Counter,
     pub(crate) forks: Counter,
     pub(crate) save_failures: Counter,
@@ -48,6 +49,7 @@ impl Metrics {
             taken_up: Counter::default(),
             saves: Counter::default(),
             snapshots: Counter::default(),
+            filesystem_snapshots: Counter::default(),
             rollbacks: Counter::default(),
             forks: Counter::default(),
             save_failures: Counter::default(),
@@ -70,6 +72,7 @@ impl Metrics {
         registry.register("clients", "WebSocket connections now", self.clients.clone());
         registry.register("saves", "Checkpoints made", self.saves.clone());
         registry.register("snapshots", "Snapshots made of running sandboxes", self.snapshots.clone());
+        registry.register("filesystem_snapshots", "Filesystem snapshots made of running sandboxes", self.filesystem_snapshots.clone());
         registry.register("rollbacks", "Sandboxes that went back to something saved", self.rollbacks.clone());
         registry.register("forks", "Sandboxes made from something saved", self.forks.clone());
         registry.register("save_failures", "Checkpoints that could not be made; the sandbox went on", self.save_failures.clone());

@@ -4,7 +4,9 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use sandboxer_protocol::limits::{MAX_CLIENT_MESSAGE_BYTES, OUTPUT_WINDOW_BYTES, STDIN_WINDOW_BYTES};
 
-use crate::{checkpoints::CheckpointSettings, http::Access, limits::Limits, tls::Tls, workspaces::WorkspaceSettings};
+use crate::{
+    checkpoints::CheckpointSettings, filesystems::FilesystemSettings, http::Access, limits::Limits, tls::Tls, workspaces::WorkspaceSettings,
+};
 
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -32,6 +34,8 @@ pub struct Settings {
     pub tls: Option<Tls>,
     /// None: no checkpoints are kept.
     pub checkpoints: Option<CheckpointSettings>,
+    /// None: no filesystem snapshots are kept.
+    pub filesystems: Option<FilesystemSettings>,
     /// None: kept in the data directory, with the built-in profiles and no hosts but this machine.
     pub workspaces: Option<WorkspaceSettings>,
 }
@@ -67,6 +71,7 @@ impl Settings {
             key_limits: KeyLimits::default(),
             tls: None,
             checkpoints: None,
+            filesystems: None,
             workspaces: None,
         }
     }

@@ -4,6 +4,7 @@ use sandboxer_protocol::SandboxId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::filesystem::Filesystem;
 use crate::layout::{CheckpointName, ImageDigest};
 
 /// What a manifest says of itself beside its data. Only grows; unknown fields are kept.
@@ -90,6 +91,8 @@ pub enum About {
     Sandbox(Box<Contract>),
     /// A base image; its digest is its name.
     Image {},
+    /// A filesystem snapshot.
+    Filesystem(Box<Filesystem>),
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //! {sandbox_id}/checkpoints/latest                the file name of the newest complete one
 //! locks/{sandbox_id}.lock…                       the record and its versions
 //! snapshots/{snapshot_id}.img                    a manifest
+//! filesystem/{tenant}/{name}.img                 the manifest of a filesystem snapshot
 //! images/{sha256}.img                            the manifest of a base image
 //! packs/{tenant}/{pack_id}.pack                  chunks, gathered
 //! collect/intents/{nonce}                        a writer is at work
@@ -22,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::failpoint::Kind;
+use crate::filesystem::FilesystemName;
 use crate::record::Nonce;
 
 /// A text on the volume that is not the name it should be.
@@ -33,7 +35,7 @@ pub struct BadName {
 }
 
 impl BadName {
-    fn new(what: &'static str, text: &str) -> Self {
+    pub(crate) fn new(what: &'static str, text: &str) -> Self {
         Self { what, text: text.chars().take(80).collect() }
     }
 }
@@ -289,6 +291,7 @@ pub enum ManifestAt {
     Checkpoint { sandbox_id: SandboxId, name: CheckpointName },
     Snapshot { snapshot_id: SnapshotId },
     Image { digest: ImageDigest },
+    Filesystem { tenant: Tenant, name: FilesystemName },
 }
 
 impl ManifestAt {
@@ -298,6 +301,7 @@ impl ManifestAt {
             Self::Checkpoint { sandbox_id, name } => checkpoints(*sandbox_id).join(name.to_string()),
             Self::Snapshot { snapshot_id } => snapshots().join(format!("{snapshot_id}.img")),
             Self::Image { digest } => images().join(format!("{digest}.img")),
+            Self::Filesystem { tenant, name } => filesystems(*tenant).join(format!("{name}.img")),
         }
     }
 }
@@ -326,6 +330,14 @@ pub(crate) fn snapshots() -> Path {
 
 pub(crate) fn images() -> Path {
     Path::from("images")
+}
+
+pub(crate) fn all_filesystems() -> Path {
+    Path::from("filesystem")
+}
+
+pub(crate) fn filesystems(tenant: Tenant) -> Path {
+    all_filesystems().join(tenant.to_string())
 }
 
 pub(crate) fn packs(tenant: Tenant) -> Path {

@@ -1,8 +1,9 @@
 //! What the persistent volume holds, and the order in which it is written. No HTTP, and nothing of the server.
 //!
 //! A checkpoint is runsc's files, cut into chunks ([`chunker`]) that are named by their content within a tenant, gathered into packs ([`pack`]), and described
-//! by a manifest ([`manifest`]) that carries the restore contract ([`contract`]). [`save`] and [`load`] go between files and packs, [`publish`] says in which
-//! order things become visible, [`collect`] removes what nobody needs. Everything read is hostile input: names are parsed ([`layout`]), lengths bounded, digests checked on every read.
+//! by a manifest ([`manifest`]) that carries the restore contract ([`contract`]). Filesystem snapshots ([`Filesystem`]) and base images are kept the same way.
+//! [`save`] and [`load`] go between files and packs, [`publish`] says in which order things become visible, [`collect`] removes what nobody needs. Everything
+//! read is hostile input: names are parsed ([`layout`]), lengths bounded, digests checked on every read.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
@@ -13,6 +14,7 @@ pub mod collect;
 pub mod contract;
 mod error;
 pub mod failpoint;
+mod filesystem;
 mod image;
 mod index;
 pub mod key;
@@ -38,6 +40,7 @@ pub mod record;
 pub use cache::{Cache, FileSet, Origin};
 pub use contract::{Contract, Host, Mismatch};
 pub use error::{Action, Error, Fault, Result};
+pub use filesystem::{Filesystem, FilesystemName, LAYER_FILE, layer_file};
 pub use index::ChunkIndex;
 pub use key::VolumeKey;
 pub use layout::{CheckpointName, FileName, ImageDigest, ManifestAt, PackId, SnapshotId, Tenant};

@@ -203,13 +203,17 @@ impl Manifest {
         &self.digest
     }
 
-    /// The restore contract; `None` for a base image.
+    /// The restore contract; `None` for what is no sandbox.
     #[must_use]
     pub fn contract(&self) -> Option<&Contract> {
         match &self.words.about {
             About::Sandbox(contract) => Some(contract),
-            About::Image {} => None,
+            About::Image {} | About::Filesystem(_) => None,
         }
+    }
+
+    pub(crate) fn about(&self) -> &About {
+        &self.words.about
     }
 
     /// The files with their chunks.

@@ -25,6 +25,8 @@ pub struct Report {
     pub sandboxes: usize,
     pub checkpoints: usize,
     pub snapshots: usize,
+    /// Filesystem snapshots.
+    pub filesystems: usize,
     pub images: usize,
     /// Packs that manifests refer to.
     pub packs: usize,
@@ -106,6 +108,10 @@ pub async fn verify(loader: &Loader, named: &[(SandboxId, CheckpointName)], dept
     for snapshot_id in volume.snapshots().await? {
         walk.report.snapshots += 1;
         walk.manifest(ManifestAt::Snapshot { snapshot_id }).await?;
+    }
+    for at in volume.all_filesystems().await? {
+        walk.report.filesystems += 1;
+        walk.manifest(at).await?;
     }
     for digest in volume.images().await? {
         walk.report.images += 1;

@@ -235,12 +235,12 @@ impl Volume {
         }
     }
 
-    async fn names<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>> {
+    pub(crate) async fn names<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>> {
         Ok(self.listed(dir, parse).await?.into_iter().map(|(name, _)| name).collect())
     }
 
     /// Names with their bytes, in order.
-    async fn listed<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<(T, u64)>> {
+    pub(crate) async fn listed<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<(T, u64)>> {
         let listed = match self.store.list_with_delimiter(Some(dir)).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(Vec::new()),
             other => other.map_err(|error| Error::volume("list", dir, error))?,

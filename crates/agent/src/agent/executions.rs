@@ -70,6 +70,11 @@ impl Agent {
                 self.generation = Some(generation);
                 self.tell_generation();
             }
+            ToAgent::PackFiles { sequence, credit } => self.pack_files(sequence, credit),
+            ToAgent::FilesCredit { sequence, upto } => self.credit_files(sequence, upto),
+            ToAgent::FilesCancel { sequence } => self.cancel_files(sequence),
+            ToAgent::UnpackFiles { sequence } => self.unpack_files(sequence),
+            ToAgent::FilesEnd { sequence } => self.end_files(sequence),
             ToAgent::StdinEof { number, offset } => {
                 // Once it has ended, nobody is left to tell.
                 if let Some(execution) = self.current(number).filter(|execution| execution.is_running())
@@ -190,8 +195,11 @@ impl Agent {
         }
     }
 
-    /// Hands the waiting request to init, if both are there.
-    fn ask_init(&mut self) {
+    /// Hands the waiting request to init, if both are there and the files stand still for nobody.
+    pub(super) fn ask_init(&mut self) {
+        if self.files.hold() {
+            return;
+        }
         let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return };
         let Some(waiting) = self.waiting.take() else { return };
         let serial = execution.serial;

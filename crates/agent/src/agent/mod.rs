@@ -4,6 +4,7 @@
 //! output and input as far as they go, and sleeps only when nothing could be moved, or for a moment to let a torrent of output gather.
 
 mod executions;
+mod files;
 mod lingering;
 
 use std::{
@@ -85,6 +86,7 @@ pub(crate) struct Agent {
     /// Executions whose processes are to be killed until none is left.
     killing: Vec<executions::Killing>,
     lingering: Lingering,
+    files: files::Files,
     memory: Option<MemoryWatch>,
     scratch: Box<[u8]>,
 }
@@ -136,6 +138,7 @@ impl Agent {
             waiting: None,
             killing: Vec::new(),
             lingering: Lingering::default(),
+            files: files::Files::default(),
             memory,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
         })
@@ -199,6 +202,7 @@ impl Agent {
                 Heard::Bytes => {}
                 // Nobody there: as with no client.
                 Heard::Gone => {
+                    self.drop_files();
                     if let Some(execution) = &mut self.execution {
                         execution.pause();
                     }
@@ -227,6 +231,7 @@ impl Agent {
             }
         }
         self.link.flush();
+        more |= self.send_files(now);
         more |= self.lingering.drain(&mut self.scratch);
         self.watch_memory(now);
         self.watch_start(now);
@@ -247,6 +252,7 @@ impl Agent {
         let until = |at: Instant| at.saturating_duration_since(now);
         self.supervisor.retry().map(until).map(&mut at_most);
         self.memory.as_ref().and_then(MemoryWatch::next).map(until).map(&mut at_most);
+        self.files_deadline().map(until).map(&mut at_most);
         if !self.killing.is_empty() {
             at_most(KILL_AGAIN);
         }
@@ -275,6 +281,7 @@ impl Agent {
         let frame = match event {
             AgentEvent::Opened => {
                 self.link.close();
+                self.drop_files();
                 if let Some(execution) = &mut self.execution {
                     execution.pause();
                 }
@@ -291,6 +298,7 @@ impl Agent {
                     execution: self.execution.as_ref().map(Execution::state),
                     last_number: self.last_number,
                     identifies: true,
+                    files: true,
                 };
                 self.link.answer_opening(&nonce, &reply);
             }
@@ -299,6 +307,7 @@ impl Agent {
             ToAgentFrame::Control(message) => self.control(message),
             ToAgentFrame::Exec { spec, code } => self.begin(spec, &code),
             ToAgentFrame::Stdin { number, offset, data } => self.take_input(number, offset, data),
+            ToAgentFrame::Files { sequence, offset, data } => self.take_files(sequence, offset, &data),
         }
     }
 
@@ -322,9 +331,10 @@ impl Agent {
             let init = self.supervisor.process().map(|init| init.pid);
             match event {
                 // The guest may stop its own init; that must not stop us.
-                ChildEvent::Stopped(pid) => {
+                ChildEvent::Stopped(pid) if init == Some(pid) => {
                     let _ = sys::kill(pid, libc::SIGCONT);
                 }
+                ChildEvent::Stopped(_) => {}
                 ChildEvent::Ended(pid, _) if init == Some(pid) => self.namespace_ended(),
                 ChildEvent::Ended(..) => {}
             }

@@ -105,7 +105,7 @@ impl Scripted {
     fn heard(&mut self) -> Vec<FromAgent> {
         let control = |frame| match frame {
             FromAgentFrame::Control(message) => Some(message),
-            FromAgentFrame::Output { .. } => None,
+            FromAgentFrame::Output { .. } | FromAgentFrame::Files { .. } => None,
         };
         self.frames().into_iter().filter_map(control).collect()
     }

@@ -11,7 +11,9 @@ use std::{
 use clap::ValueEnum;
 use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
-use sandboxer_server::{Access, ApiKey, CheckpointSettings, Collection, Facts, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings};
+use sandboxer_server::{
+    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings,
+};
 
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
@@ -93,10 +95,13 @@ pub(crate) struct Args {
     /// Directory on a volume that all instances share, where checkpoints are kept; without it there are none
     #[arg(long, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR")]
     checkpoint_path: Option<PathBuf>,
-    /// File of a secret that authenticates what is on that volume: all instances have the same
+    /// Directory on a volume that all instances share, where filesystem snapshots are kept; without it there are none
+    #[arg(long, env = "FILESYSTEM_SNAPSHOT_MOUNT_PATH", value_name = "DIR")]
+    filesystem_snapshot_path: Option<PathBuf>,
+    /// File of a secret that authenticates what is on these volumes: all instances have the same
     #[arg(long, env = "SANDBOXER_VOLUME_KEY_FILE", value_name = "FILE")]
     volume_key_file: Option<PathBuf>,
-    /// What is kept of checkpoints on this machine's own disk, below --data-dir
+    /// What is kept of checkpoints, and of filesystem snapshots, on this machine's own disk, below --data-dir
     #[arg(long, env = "SANDBOXER_CACHE_MB", default_value_t = 4096, value_name = "MIB")]
     cache_mb: u64,
     /// Seconds after which an instance that gives no sign of life has lost its sandboxes to whoever asks for them. All instances of a
@@ -184,7 +189,8 @@ impl Args {
         let image_dir = faults.take(self.image_dir.clone().or_else(ImageStore::default_directory).ok_or_else(no_home("--image-dir")));
         let runsc = faults.take(sandboxer_runsc::find(self.runsc.as_deref()).map_err(|error| format!("--runsc: {error}")));
         let tls = faults.take(self.tls());
-        let checkpoint_path = faults.take(self.checkpoint_path());
+        let checkpoint_path = faults.take(volume("CHECKPOINT_AND_RESTORE_PATH", self.checkpoint_path.as_deref()));
+        let filesystem_path = faults.take(volume("FILESYSTEM_SNAPSHOT_MOUNT_PATH", self.filesystem_snapshot_path.as_deref()));
         if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
             faults.0.push(format!("--log: {error}"));
         }
@@ -223,6 +229,11 @@ impl Args {
                 longest_save: Duration::from_secs_f64(self.longest_save),
             },
         });
+        settings.filesystems = filesystem_path.flatten().map(|path| FilesystemSettings {
+            path,
+            key_file: self.volume_key_file.clone(),
+            cache_bytes: self.cache_mb.saturating_mul(1024 * 1024),
+        });
         Ok(Checked { settings, image_dir, runsc })
     }
 
@@ -236,15 +247,6 @@ impl Args {
             None => xdg("XDG_DATA_HOME", ".local/share").unwrap_or_else(|| data_dir.to_owned()),
         };
         Ok(WorkspaceSettings { dir, run_dir: data_dir.to_owned(), config })
-    }
-
-    /// It has to be there and to be written to, all the same who started the server and where.
-    fn checkpoint_path(&self) -> Result<Option<PathBuf>, String> {
-        let Some(path) = self.checkpoint_path.as_ref().filter(|path| !path.as_os_str().is_empty()) else { return Ok(None) };
-        let fault = |what: &str| format!("CHECKPOINT_AND_RESTORE_PATH: {}: {what}", path.display());
-        let path = path.canonicalize().map_err(|error| fault(&error.to_string()))?;
-        tempfile::tempfile_in(&path).map_err(|error| fault(&format!("it can't be written to: {error}")))?;
-        Ok(Some(path))
     }
 
     fn tls(&self) -> Result<Option<Tls>, String> {
@@ -302,6 +304,15 @@ impl Args {
         check_length(&dir)?;
         Ok(dir)
     }
+}
+
+/// It has to be there and to be written to, all the same who started the server and where.
+fn volume(name: &str, path: Option<&Path>) -> Result<Option<PathBuf>, String> {
+    let Some(path) = path.filter(|path| !path.as_os_str().is_empty()) else { return Ok(None) };
+    let fault = |what: &str| format!("{name}: {}: {what}", path.display());
+    let path = path.canonicalize().map_err(|error| fault(&error.to_string()))?;
+    tempfile::tempfile_in(&path).map_err(|error| fault(&format!("it can't be written to: {error}")))?;
+    Ok(Some(path))
 }
 
 fn default_data_dir() -> Option<PathBuf> {

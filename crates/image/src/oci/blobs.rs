@@ -10,10 +10,10 @@ use nix::fcntl::OFlag;
 use tar::EntryType;
 
 use super::{decompressed, not_an_image};
-use crate::entry_path::EntryPath;
 use crate::error::{Doing, Error, Result};
 use crate::layer::Limits;
 use crate::tar_reader::{Bounded, for_each_entry};
+use sandboxer_layer::EntryPath;
 
 /// More members than this no image archive has.
 const MAX_MEMBERS: usize = 10_000;
@@ -117,7 +117,7 @@ fn decompress(source: &Path, target: &Path, limits: &mut Limits) -> Result<()> {
 fn members(archive: impl Read) -> Result<HashMap<PathBuf, Member>> {
     let mut members = HashMap::new();
     for_each_entry(archive, |entry, _| {
-        let refused = |fault: crate::entry_path::PathFault| Error::refused(entry.shown_path(), fault.to_string());
+        let refused = |fault: sandboxer_layer::PathFault| Error::refused(entry.shown_path(), fault.to_string());
         let path = EntryPath::parse(&entry.path).map_err(refused)?;
         let member = match entry.kind {
             EntryType::Regular | EntryType::Continuous => Member::File { position: entry.position, size: entry.size },

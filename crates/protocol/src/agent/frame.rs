@@ -16,11 +16,14 @@ const KIND_CONTROL: u8 = 1;
 const KIND_EXEC: u8 = 2;
 const KIND_STDIN: u8 = 3;
 const KIND_OUTPUT: u8 = 4;
+/// In both directions.
+const KIND_FILES: u8 = 5;
 
 const LENGTH_BYTES: usize = 4;
 const CRC_BYTES: usize = 4;
 const STDIN_HEAD_BYTES: usize = 16;
 const OUTPUT_HEAD_BYTES: usize = 17;
+const FILES_HEAD_BYTES: usize = 16;
 
 /// Bytes that no frame can be made of. What comes after them can't be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -142,6 +145,31 @@ pub fn encode_stdin(out: &mut BytesMut, number: ExecutionNumber, offset: u64, da
         out.put_u64_le(offset);
         out.extend_from_slice(data);
     });
+}
+
+/// A piece of an archive to the agent.
+pub fn encode_files_to_agent(out: &mut BytesMut, sequence: u64, offset: u64, data: &[u8]) {
+    checked(out, KIND_FILES, |out| put_files(out, sequence, offset, data));
+}
+
+/// A piece of an archive from the agent.
+pub fn encode_files_from_agent(out: &mut BytesMut, sequence: u64, offset: u64, data: &[u8]) {
+    framed(out, KIND_FILES, |out| put_files(out, sequence, offset, data));
+}
+
+fn put_files(out: &mut BytesMut, sequence: u64, offset: u64, data: &[u8]) {
+    out.put_u64_le(sequence);
+    out.put_u64_le(offset);
+    out.extend_from_slice(data);
+}
+
+fn parse_files(mut frame: Bytes) -> Result<(u64, u64, Bytes), Corrupt> {
+    if frame.len() < FILES_HEAD_BYTES {
+        return Err(Corrupt::TooShort(frame.len()));
+    }
+    let sequence = frame.get_u64_le();
+    let offset = frame.get_u64_le();
+    Ok((sequence, offset, frame))
 }
 
 pub fn encode_from_agent(out: &mut BytesMut, message: &FromAgent) {
@@ -275,6 +303,7 @@ fn parse_from_agent(mut frame: Bytes) -> Result<FromAgentFrame, Corrupt> {
             let offset = frame.get_u64_le();
             Ok(FromAgentFrame::Output { number, stream, offset, data: frame })
         }
+        KIND_FILES => parse_files(frame).map(|(sequence, offset, data)| FromAgentFrame::Files { sequence, offset, data }),
         other => Err(Corrupt::UnknownKind(other)),
     }
 }
@@ -388,6 +417,7 @@ fn parse_to_agent(mut frame: Bytes) -> Result<ToAgentFrame, Corrupt> {
             let offset = frame.get_u64_le();
             Ok(ToAgentFrame::Stdin { number, offset, data: frame })
         }
+        KIND_FILES => parse_files(frame).map(|(sequence, offset, data)| ToAgentFrame::Files { sequence, offset, data }),
         other => Err(Corrupt::UnknownKind(other)),
     }
 }

@@ -172,14 +172,52 @@ pub enum ToAgent {
         /// Rises with every rewinding, and differs in every copy. Programs find it in `/run/sandboxer/generation`.
         generation: u64,
     },
+    /// Send all that was changed in the file system, as a tar archive, up to `credit` bytes of it. The user's processes stand still until it is
+    /// read. Answered by [`FromAgent::FilesPacked`] behind all of it, or by [`FromAgent::FilesFailed`]. For an agent that said `files`, as all
+    /// of these.
+    PackFiles {
+        sequence: u64,
+        credit: u64,
+    },
+    /// The archive may be sent up to here.
+    FilesCredit {
+        sequence: u64,
+        upto: u64,
+    },
+    /// Nobody wants it any longer.
+    FilesCancel {
+        sequence: u64,
+    },
+    /// The file system is to be what an archive says that follows, in frames of its own; nothing was run so far. Answered by
+    /// [`FromAgent::FilesFailed`] as soon as something is wrong with it.
+    UnpackFiles {
+        sequence: u64,
+    },
+    /// All of it was sent. Answered by [`FromAgent::FilesUnpacked`].
+    FilesEnd {
+        sequence: u64,
+    },
 }
 
 /// Everything the server sends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToAgentFrame {
     Control(ToAgent),
-    Exec { spec: ExecSpec, code: Bytes },
-    Stdin { number: ExecutionNumber, offset: u64, data: Bytes },
+    Exec {
+        spec: ExecSpec,
+        code: Bytes,
+    },
+    Stdin {
+        number: ExecutionNumber,
+        offset: u64,
+        data: Bytes,
+    },
+    /// A piece of an archive.
+    Files {
+        sequence: u64,
+        offset: u64,
+        data: Bytes,
+    },
 }
 
 /// How an execution ended.
@@ -251,6 +289,9 @@ pub enum FromAgent {
         /// It understands [`ToAgent::Identify`].
         #[serde(default)]
         identifies: bool,
+        /// It packs and unpacks files.
+        #[serde(default)]
+        files: bool,
     },
     Started {
         number: ExecutionNumber,
@@ -297,6 +338,34 @@ pub enum FromAgent {
     },
     /// The init of the user's namespace died, with every user process; a new one was started.
     NamespaceRestarted,
+    /// The archive was sent to its end.
+    FilesPacked {
+        sequence: u64,
+        /// How long it is.
+        bytes: u64,
+        /// How long the user's processes stood still, in microseconds.
+        held_us: u64,
+    },
+    FilesUnpacked {
+        sequence: u64,
+    },
+    FilesFailed {
+        sequence: u64,
+        reason: FilesFault,
+        message: String,
+    },
+}
+
+/// Why files were not packed or unpacked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FilesFault {
+    /// There is not enough room for them.
+    NoRoom,
+    /// The archive is not one that can be unpacked.
+    Refused,
+    #[serde(other)]
+    Failed,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -320,5 +389,16 @@ pub struct Enforced {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FromAgentFrame {
     Control(FromAgent),
-    Output { number: ExecutionNumber, stream: Stream, offset: u64, data: Bytes },
+    Output {
+        number: ExecutionNumber,
+        stream: Stream,
+        offset: u64,
+        data: Bytes,
+    },
+    /// A piece of an archive.
+    Files {
+        sequence: u64,
+        offset: u64,
+        data: Bytes,
+    },
 }

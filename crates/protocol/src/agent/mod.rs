@@ -24,6 +24,9 @@
 //! resumed from zero, with no credit: send that right behind the request), and never further than [`ToAgent::Credit`] allows. So a
 //! client that reads slowly holds back the agent's window and with it the program, while control frames still pass.
 //! [`ToAgent::Ack`] frees what is held for replay.
+//!
+//! The file system travels as an archive in pieces, each with its offset: from the agent under a credit of its own, to the agent as the FIFO
+//! takes them. It is not held for replay: a conversation that ends in the middle of it leaves nothing behind.
 
 mod frame;
 mod message;
@@ -32,7 +35,9 @@ mod signal;
 pub use frame::{
     AgentDecoder, AgentEvent, Corrupt, MARKER_BYTES, Marker, NONCE_BYTES, Nonce, ServerDecoder, encode_opening, encode_to_agent,
 };
-pub use frame::{encode_exec, encode_from_agent, encode_output, encode_reply_opening, encode_stdin};
+pub use frame::{
+    encode_exec, encode_files_from_agent, encode_files_to_agent, encode_from_agent, encode_output, encode_reply_opening, encode_stdin,
+};
 pub use message::*;
 pub use signal::{signal_name, signal_number};
 

@@ -66,6 +66,10 @@ codes! {
     UnknownSnapshot = "unknown_snapshot",
     FilesystemSnapshotsNotConfigured = "filesystem_snapshots_not_configured",
     UnknownFilesystemSnapshot = "unknown_filesystem_snapshot",
+    /// The filesystem snapshot could not be made, or not be used; the sandbox, if there is one, goes on.
+    FilesystemSnapshotFailed = "filesystem_snapshot_failed",
+    /// There is one of that name already.
+    NameTaken = "name_taken",
     InvalidName = "invalid_name",
     UnknownImage = "unknown_image",
     LimitTooHigh = "limit_too_high",

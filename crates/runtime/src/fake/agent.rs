@@ -174,6 +174,7 @@ impl Agent {
                         execution: self.execution.as_ref().map(Execution::state),
                         last_number: self.last_number,
                         identifies: true,
+                        files: false,
                     };
                     encode_reply_opening(&mut self.out, &nonce, &reply);
                 }
@@ -194,6 +195,7 @@ impl Agent {
                 };
                 self.say(&answer);
             }
+            ToAgentFrame::Files { .. } => {}
             ToAgentFrame::Control(control) => self.control(control),
         }
     }
@@ -212,6 +214,9 @@ impl Agent {
         match control {
             ToAgent::Ping { value } => self.say(&FromAgent::Pong { value }),
             ToAgent::Identify { .. } => {}
+            // It has said that it can't.
+            ToAgent::PackFiles { .. } | ToAgent::FilesCredit { .. } | ToAgent::FilesCancel { .. } => {}
+            ToAgent::UnpackFiles { .. } | ToAgent::FilesEnd { .. } => {}
             ToAgent::Hello { .. } | ToAgent::Resize { .. } => {}
             ToAgent::StdinEof { number, offset } => {
                 let Some(execution) = self.numbered(number) else { return };

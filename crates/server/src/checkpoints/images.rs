@@ -10,7 +10,7 @@ use sandboxer_store::{Error, ImageDigest, Loader, Saver};
 
 use crate::images::Images;
 
-pub(super) struct StoredImages {
+pub(crate) struct StoredImages {
     saver: Saver,
     loader: Loader,
     /// Those that came from the volume and are not in this machine's image directory.
@@ -22,12 +22,12 @@ pub(super) struct StoredImages {
 }
 
 impl StoredImages {
-    pub(super) fn new(saver: Saver, loader: Loader, fetched: PathBuf) -> Self {
+    pub(crate) fn new(saver: Saver, loader: Loader, fetched: PathBuf) -> Self {
         Self { saver, loader, fetched, there: Mutex::default(), turn: tokio::sync::Mutex::default() }
     }
 
     /// Puts an image on the volume unless it is there, and returns its digest, which is its name.
-    pub(super) async fn put(&self, image: &Path) -> Result<ImageDigest, Error> {
+    pub(crate) async fn put(&self, image: &Path) -> Result<ImageDigest, Error> {
         let stem = image.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let digest: ImageDigest = stem.parse().map_err(|_| Error::Invalid(format!("{} is not named by its digest", image.display())))?;
         if self.there().contains(&digest) {
@@ -42,7 +42,7 @@ impl StoredImages {
     }
 
     /// The file of an image: of this machine, or else from the volume.
-    pub(super) async fn find(&self, digest: ImageDigest, images: &Images) -> Result<PathBuf, String> {
+    pub(crate) async fn find(&self, digest: ImageDigest, images: &Images) -> Result<PathBuf, String> {
         if let Ok(path) = images.find(Some(&digest.to_string())).await
             && path.is_file()
         {

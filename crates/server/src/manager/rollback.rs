@@ -37,6 +37,8 @@ pub(crate) struct RolledBack {
     pub(crate) ended: sandboxer_runtime::Ended,
     pub(crate) execution: Option<Execution>,
     pub(crate) next_number: u64,
+    /// Its agent can send its files.
+    pub(crate) packs_files: bool,
     /// Held until it has taken over.
     pub(crate) turn: OwnedSemaphorePermit,
 }
@@ -120,8 +122,8 @@ impl Roller {
             warn!(%error, "the record of the sandbox could not be written");
         }
         going.host.moved_to(record.container(), launch.dir.clone());
-        let Running { reader, writer, ended, execution, next_number, .. } = running.identified(&record);
-        Ok(Box::new(RolledBack { record, dir: launch.dir, reader, writer, ended, execution, next_number, turn }))
+        let Running { reader, writer, ended, execution, next_number, files: packs_files, .. } = running.identified(&record);
+        Ok(Box::new(RolledBack { record, dir: launch.dir, reader, writer, ended, execution, next_number, packs_files, turn }))
     }
 
     /// Ends the container that was left behind, in the background.

@@ -40,6 +40,10 @@ impl Driver {
                     Err(violation) => violation.to_string(),
                 }
             }
+            Ok(FromAgentFrame::Files { sequence, offset, data }) => match self.on_files(sequence, offset, data) {
+                Ok(()) => return None,
+                Err(violation) => violation.to_owned(),
+            },
             Err(LinkError::Closed) => {
                 self.link_closed = Some(Instant::now() + END_EXPLAINED);
                 return None;
@@ -98,6 +102,9 @@ impl Driver {
                 self.tell_error(ErrorCode::ProcessesLost, message);
             }
             FromAgent::Pong { value } => self.on_agent_pong(value),
+            FromAgent::FilesPacked { sequence, bytes, held_us } => self.on_files_end(sequence, Ok((bytes, held_us))),
+            FromAgent::FilesFailed { sequence, message, .. } => self.on_files_end(sequence, Err(message)),
+            FromAgent::FilesUnpacked { .. } => debug!("files were unpacked that nobody sent"),
             FromAgent::HelloReply { .. } => debug!("an answer to an opening that nobody made"),
         }
     }

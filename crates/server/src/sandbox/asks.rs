@@ -27,6 +27,10 @@ pub(crate) enum Ask {
         include_execution: bool,
     },
     RollBack(SnapshotTarget),
+    SnapshotFilesystem {
+        name: String,
+        replace: bool,
+    },
 }
 
 /// What was done.
@@ -36,6 +40,7 @@ pub(crate) enum Told {
     /// Its record says which.
     Checkpointed,
     RolledBack,
+    Filesystem(Box<Manifest>),
 }
 
 /// Why not. The sandbox goes on.
@@ -53,6 +58,7 @@ pub(super) enum What {
     Snapshot,
     Checkpoint,
     RollBack,
+    SnapshotFilesystem,
 }
 
 #[derive(Default)]
@@ -95,7 +101,7 @@ impl Driver {
 
     /// Begins what was asked for, if this is the moment.
     pub(super) fn take_ask(&mut self) {
-        let busy = self.saves.saving.is_some() || self.saves.snapshot.is_some() || self.rollback.is_some();
+        let busy = self.saves.saving.is_some() || self.saves.snapshot.is_some() || self.rollback.is_some() || self.packing.is_some();
         if busy || !self.saves.may_serve() || !self.saves.may_act() {
             return;
         }
@@ -136,6 +142,9 @@ impl Driver {
                 }
                 self.save(Why::Asked);
                 Ok(What::Checkpoint)
+            }
+            Ask::SnapshotFilesystem { name, replace } => {
+                self.begin_packing(&name, replace).map(|()| What::SnapshotFilesystem).map_err(because)
             }
             Ask::RollBack(target) => self.begin_rollback(&target).map(|()| What::RollBack).map_err(because),
         }

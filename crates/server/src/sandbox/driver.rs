@@ -41,6 +41,7 @@ use super::{
     delivery::Delivery,
     execution::Execution,
     farewell,
+    files::{self, Packing, Progress},
     host::SandboxHost,
     last_use::LastUse,
     record::Record,
@@ -252,6 +253,14 @@ pub(crate) struct Driver {
     /// Whoever wanted to attach while the sandbox is being saved to end here.
     pub(super) late: Vec<Knocking>,
     pub(super) asks: Asks,
+    /// How files are kept, if the server does.
+    pub(super) filesystems: files::Kept,
+    /// The agent can send them.
+    pub(super) packs_files: bool,
+    /// A filesystem snapshot under way.
+    pub(super) packing: Option<Packing>,
+    /// How many there were.
+    pub(super) packed: u64,
 }
 
 /// What a driver starts from.
@@ -280,6 +289,8 @@ pub(crate) struct Start {
     pub(crate) roller: Option<Roller>,
     pub(crate) generation: Arc<AtomicU64>,
     pub(crate) last_use: LastUse,
+    pub(crate) filesystems: files::Kept,
+    pub(crate) packs_files: bool,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -298,6 +309,7 @@ enum Event {
     Saved(Result<CheckpointName, SaveError>),
     Snapshotted(Result<Manifest, String>),
     RolledBack(Result<Box<RolledBack>, String>),
+    Packing(Progress),
     /// The lease is certain again.
     MayAct,
 }
@@ -325,6 +337,8 @@ impl Driver {
             roller,
             generation,
             last_use,
+            filesystems,
+            packs_files,
         } = start;
         let now = Instant::now();
         let autosave = record.config.autosave;
@@ -360,6 +374,10 @@ impl Driver {
             last_use,
             late: Vec::new(),
             asks: Asks::default(),
+            filesystems,
+            packs_files,
+            packing: None,
+            packed: 0,
         }
     }
 
@@ -403,6 +421,10 @@ impl Driver {
                 Event::Saved(saved) => self.on_saved(saved),
                 Event::Snapshotted(made) => {
                     self.on_snapshotted(made);
+                    None
+                }
+                Event::Packing(progress) => {
+                    self.on_packing(progress);
                     None
                 }
                 Event::RolledBack(rolled) => {
@@ -487,6 +509,7 @@ impl Driver {
             saved = under_way(saving.as_mut().map(|saving| &mut saving.done)) => return Event::Saved(saved),
             made = under_way(snapshot.as_mut()) => return Event::Snapshotted(made),
             rolled = under_way(self.rollback.as_mut()) => return Event::RolledBack(rolled),
+            progress = packing(self.packing.as_mut()) => return Event::Packing(progress),
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
             permit = reserve(outgoing) => permit,
@@ -597,7 +620,7 @@ impl Driver {
     /// With a client attached or a program running a sandbox is never idle. Since when it is, is written down: a server that is restarted
     /// does not begin to count anew.
     fn note_idleness(&mut self) {
-        let busy = self.client.is_some() || self.execution.as_ref().is_some_and(Execution::is_live);
+        let busy = self.client.is_some() || self.packing.is_some() || self.execution.as_ref().is_some_and(Execution::is_live);
         match (busy, self.idle_since) {
             (true, None) | (false, Some(_)) => return,
             (true, Some(_)) => {
@@ -977,6 +1000,14 @@ async fn stopped(stop: &mut watch::Receiver<Option<Stop>>, draining: bool) -> St
 async fn under_way<T>(work: Option<&mut BoxFuture<'static, T>>) -> T {
     match work {
         Some(work) => work.await,
+        None => std::future::pending().await,
+    }
+}
+
+/// How a filesystem snapshot comes along, never if there is none. Cancel-safe.
+async fn packing(packing: Option<&mut Packing>) -> Progress {
+    match packing {
+        Some(packing) => packing.next().await,
         None => std::future::pending().await,
     }
 }

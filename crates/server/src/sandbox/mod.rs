@@ -20,6 +20,7 @@ mod delivery;
 pub(crate) mod driver;
 mod execution;
 pub(crate) mod farewell;
+pub(crate) mod files;
 pub(crate) mod host;
 pub(crate) mod last_use;
 pub(crate) mod record;

@@ -67,6 +67,7 @@ impl Driver {
         let still = match &self.waiting {
             None => true,
             Some(Request::Reconnect(_)) => self.is_resuming(),
+            Some(Request::Checkpoint { .. } | Request::Rollback(_)) if self.packing.is_some() => true,
             Some(_) => self.moment() == Moment::Finishing,
         };
         if still { None } else { self.waiting.take().and_then(|request| self.on_request(request)) }
@@ -95,6 +96,11 @@ impl Driver {
             return None;
         }
         self.end_grace();
+        if self.packing.is_some() && matches!(request, Request::Checkpoint { .. } | Request::Rollback(_)) {
+            // Either is the end of what is being sent.
+            self.waiting = Some(request);
+            return None;
+        }
         match admit(self.moment(), Kind::of(&request)) {
             Verdict::Go => self.carry_out(request),
             Verdict::Wait => {
@@ -159,11 +165,7 @@ impl Driver {
             Request::Checkpoint { .. } => self.checkpoint(),
             Request::Snapshot { name } => self.snapshot(name),
             Request::Rollback(target) => self.roll_back(&target),
-            Request::SnapshotFilesystem { .. } => {
-                self.tell(Status::FilesystemSnapshotCreating);
-                let message = "This server keeps no filesystem snapshots.";
-                self.fail(Status::FilesystemSnapshotError, ErrorCode::FilesystemSnapshotsNotConfigured, message);
-            }
+            Request::SnapshotFilesystem { name, replace } => self.snapshot_filesystem(&name, replace),
         }
         None
     }

@@ -58,7 +58,7 @@ impl Driver {
                 return;
             }
         };
-        let RolledBack { record, dir, reader, writer, ended, execution, next_number, turn } = rolled;
+        let RolledBack { record, dir, reader, writer, ended, execution, next_number, packs_files, turn } = rolled;
         info!(generation = record.generation, "rolled back");
         self.metrics.rollbacks.inc();
         let left = (self.record.container(), std::mem::replace(&mut self.dir, dir));
@@ -66,7 +66,7 @@ impl Driver {
             roller.leave_behind(left.0, left.1);
         }
         (self.record, self.reader, self.writer, self.ended) = (record, reader, writer, ended);
-        (self.execution, self.next_number) = (execution, next_number);
+        (self.execution, self.next_number, self.packs_files) = (execution, next_number, packs_files);
         (self.kill_deadline, self.link_closed) = (None, None);
         self.generation.store(self.record.generation, Ordering::Release);
         self.saves.go_on();

@@ -1,6 +1,7 @@
 //! gVisor's own sandboxes, as the resource API sees them: those that are in this server's memory, and those that rest on the volume if they
 //! are asked for by their id.
 
+mod filesystems;
 mod travel;
 
 use std::{sync::Arc, time::Duration};

@@ -87,6 +87,7 @@ impl Scan {
         scan.read(volume, snapshots.map(|(snapshot_id, bytes)| (ManifestAt::Snapshot { snapshot_id }, bytes)).collect(), known).await?;
         let images = volume.images_with_bytes().await?.into_iter();
         scan.read(volume, images.map(|(digest, bytes)| (ManifestAt::Image { digest }, bytes)).collect(), known).await?;
+        scan.read(volume, volume.filesystems_with_bytes().await?, known).await?;
         for (at, found) in &scan.manifests {
             if let (Err(why), false) = (&found.facts, scan.goes.contains(at)) {
                 scan.unreadable.push(why.clone());
@@ -129,8 +130,8 @@ impl Scan {
             match volume.manifest(at).await {
                 Ok(manifest) => {
                     let facts = Arc::new(Facts::of(&manifest));
-                    // An image that was damaged is written again under its name.
-                    if !matches!(at, ManifestAt::Image { .. }) {
+                    // An image that was damaged is written again under its name, and a filesystem snapshot may be replaced.
+                    if !matches!(at, ManifestAt::Image { .. } | ManifestAt::Filesystem { .. }) {
                         known.0.lock().unwrap_or_else(PoisonError::into_inner).insert(at, Arc::clone(&facts));
                     }
                     Ok(Some((at, Found { bytes, facts: Ok(facts) })))

@@ -91,6 +91,7 @@ impl Volume {
             found.extend(self.checkpoints(sandbox_id).await?.into_iter().map(|name| ManifestAt::Checkpoint { sandbox_id, name }));
         }
         found.extend(self.snapshots().await?.into_iter().map(|snapshot_id| ManifestAt::Snapshot { snapshot_id }));
+        found.extend(self.all_filesystems().await?);
         found.extend(self.images().await?.into_iter().map(|digest| ManifestAt::Image { digest }));
         Ok(found)
     }

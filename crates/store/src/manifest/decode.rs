@@ -57,6 +57,7 @@ impl Manifest {
         let fits = match (&self.words.at, &self.words.about) {
             (ManifestAt::Checkpoint { sandbox_id, .. }, About::Sandbox(contract)) => contract.sandbox_id == *sandbox_id,
             (ManifestAt::Snapshot { .. }, About::Sandbox(_)) | (ManifestAt::Image { .. }, About::Image {}) => true,
+            (ManifestAt::Filesystem { tenant, .. }, About::Filesystem(_)) => *tenant == self.tenant,
             _ => false,
         };
         if fits { Ok(()) } else { Err(Fault::Malformed("its contract is not of its place")) }

@@ -84,8 +84,8 @@ impl ApiError {
     fn coded(code: ErrorCode, message: String) -> Self {
         let status = match code {
             ErrorCode::RateLimited => StatusCode::TOO_MANY_REQUESTS,
-            ErrorCode::UnknownSnapshot => StatusCode::NOT_FOUND,
-            ErrorCode::NotNow | ErrorCode::ExecutionInProgress => StatusCode::CONFLICT,
+            ErrorCode::UnknownSnapshot | ErrorCode::UnknownFilesystemSnapshot => StatusCode::NOT_FOUND,
+            ErrorCode::NotNow | ErrorCode::ExecutionInProgress | ErrorCode::NameTaken => StatusCode::CONFLICT,
             ErrorCode::NoCapacity
             | ErrorCode::NotReady
             | ErrorCode::ServerStopping
@@ -93,6 +93,7 @@ impl ApiError {
             | ErrorCode::RuntimeFailed
             | ErrorCode::CheckpointFailed
             | ErrorCode::SnapshotFailed
+            | ErrorCode::FilesystemSnapshotFailed
             | ErrorCode::RestoreFailed
             | ErrorCode::Internal => StatusCode::SERVICE_UNAVAILABLE,
             ErrorCode::CheckpointNotConfigured

@@ -3,6 +3,7 @@
 //! Handlers read a request, ask [`Workspaces`] or [`Native`], and write objects. Every error is `{"error":{"code","message"}}`.
 
 mod error;
+mod filesystems;
 mod idempotency;
 mod objects;
 mod page;
@@ -54,6 +55,10 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/sandboxes/{id}/tree", get(tree::get))
         .route("/v1/sandboxes/{id}/rollback", post(travel::roll_back))
         .route("/v1/sandboxes/{id}/fork", post(travel::fork))
+        .route("/v1/sandboxes/{id}/filesystem-snapshot", post(filesystems::take))
+        .route("/v1/filesystem-snapshots", get(filesystems::list))
+        .route("/v1/filesystem-snapshots/{name}", get(filesystems::get).delete(filesystems::delete))
+        .route("/v1/filesystem-snapshots/{name}/layer", get(filesystems::export).put(filesystems::import))
         .route("/v1/snapshots", get(snapshots::list))
         .route("/v1/snapshots/{id}", get(snapshots::get).delete(snapshots::delete))
         .route("/v1/snapshots/{id}/restore", post(snapshots::restore))

@@ -10,7 +10,7 @@ const MAX_COMPONENT_BYTES: usize = 255;
 /// Bounds recursion and open directories, not what is useful.
 const MAX_DEPTH: usize = 128;
 
-/// A path inside an image: relative, without `.` and `..`, bounded. Empty is the root itself.
+/// A path inside a layer or an image: relative, without `.` and `..`, bounded. Empty is the root itself.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EntryPath(PathBuf);
 
@@ -61,6 +61,11 @@ impl EntryPath {
         Ok(Self(path))
     }
 
+    /// The root itself.
+    pub fn root() -> Self {
+        Self(PathBuf::new())
+    }
+
     pub fn as_path(&self) -> &Path {
         &self.0
     }
@@ -74,12 +79,22 @@ impl EntryPath {
         Some((self.0.parent()?, self.0.file_name()?))
     }
 
+    /// As it stands in an archive.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.0.as_os_str().as_bytes()
+    }
+
+    /// Its last component; none for the root.
+    pub fn name(&self) -> Option<&[u8]> {
+        self.0.file_name().map(OsStrExt::as_bytes)
+    }
+
     /// The entry of this name in the same directory.
-    pub(crate) fn sibling(&self, name: &OsStr) -> Self {
+    pub fn sibling(&self, name: &OsStr) -> Self {
         Self(self.0.with_file_name(name))
     }
 
-    pub(crate) fn parent(&self) -> Self {
+    pub fn parent(&self) -> Self {
         Self(self.0.parent().map(Path::to_path_buf).unwrap_or_default())
     }
 }

@@ -1,0 +1,300 @@
+//! The upper layer of an overlay as an archive, piece by piece.
+//!
+//! Deletions are character devices 0:0, and directories that hide what is below carry an attribute: that is how overlays keep them. Nothing may
+//! change while it is read; a file that does all the same is an error. Entries come in the order of their names, so equal trees give equal
+//! archives.
+
+use std::{
+    collections::HashMap,
+    ffi::{CString, OsStr},
+    fs::File,
+    io::{self, Read, Seek, SeekFrom},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
+};
+
+use nix::{
+    dir::Dir,
+    fcntl::{AtFlags, OFlag, openat, readlinkat},
+    sys::stat::{FileStat, Mode, SFlag, fstat, fstatat},
+};
+use sandboxer_layer::{
+    Entry, EntryPath, Extent, Kind, Meta, Scan, Time,
+    write::{put_end, put_head, put_padding},
+};
+
+use crate::xattr;
+
+/// Files from this size on are looked at for holes; gVisor does not tell where they are.
+const HOLES_FROM_BYTES: u64 = 256 * 1024;
+/// Less is not worth a map.
+const HOLES_WORTH_BYTES: u64 = 64 * 1024;
+/// What is read at once.
+const READ_BYTES: usize = 256 * 1024;
+/// All files together, holes included: a hole takes time to look at.
+const MAX_CONTENT_BYTES: u64 = 64 << 30;
+
+pub struct Packer {
+    levels: Vec<Level>,
+    /// The first names of files that have several.
+    links: HashMap<(u64, u64), EntryPath>,
+    doing: Doing,
+    out: Vec<u8>,
+    content: u64,
+}
+
+/// A directory that is being gone through.
+struct Level {
+    dir: OwnedFd,
+    path: Vec<u8>,
+    /// The next one last.
+    names: Vec<CString>,
+}
+
+enum Doing {
+    Root(OwnedFd),
+    Walking,
+    /// Looking where its holes are.
+    Scanning {
+        file: File,
+        entry: Box<Entry>,
+        scan: Scan,
+    },
+    /// Its content, part by part, the next one last.
+    Reading {
+        file: File,
+        path: EntryPath,
+        left: u64,
+        parts: Vec<Extent>,
+        stored: u64,
+    },
+    Done,
+}
+
+impl Packer {
+    /// Of the directory at this path.
+    ///
+    /// # Errors
+    /// It can't be opened.
+    pub fn new(upper: &Path) -> io::Result<Self> {
+        let root = nix::fcntl::open(upper, DIRECTORY, Mode::empty())?;
+        Ok(Self { levels: Vec::new(), links: HashMap::new(), doing: Doing::Root(root), out: Vec::new(), content: 0 })
+    }
+
+    /// Goes on until at least so many bytes are there, or all. Returns them.
+    ///
+    /// # Errors
+    /// Something can't be read, or put into an archive.
+    pub fn fill(&mut self, wanted: usize) -> io::Result<&mut Vec<u8>> {
+        while self.out.len() < wanted && !self.is_done() {
+            self.step()?;
+        }
+        Ok(&mut self.out)
+    }
+
+    /// Everything was read; what [`Self::fill`] last returned is all that is left.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        matches!(self.doing, Doing::Done)
+    }
+
+    fn step(&mut self) -> io::Result<()> {
+        match std::mem::replace(&mut self.doing, Doing::Walking) {
+            Doing::Root(root) => {
+                let about = fstat(&root)?;
+                self.directory(root, Vec::new(), &about)
+            }
+            Doing::Walking => self.walk(),
+            Doing::Scanning { mut file, entry, mut scan } => {
+                let Kind::File { size } = entry.kind else { return Ok(()) };
+                let mut buffer = vec![0; READ_BYTES];
+                let wanted = usize::try_from(size - scan.position()).unwrap_or(usize::MAX).min(READ_BYTES);
+                file.read_exact(&mut buffer[..wanted]).map_err(|error| changed(&entry.path, error))?;
+                scan.push(&buffer[..wanted]);
+                if scan.position() < size {
+                    self.doing = Doing::Scanning { file, entry, scan };
+                    return Ok(());
+                }
+                file.rewind()?;
+                self.begin(file, &entry, scan.finish(HOLES_WORTH_BYTES));
+                Ok(())
+            }
+            Doing::Reading { mut file, path, left, parts, stored } => {
+                let wanted = usize::try_from(left).unwrap_or(usize::MAX).min(READ_BYTES);
+                let start = self.out.len();
+                self.out.resize(start + wanted, 0);
+                file.read_exact(&mut self.out[start..]).map_err(|error| changed(&path, error))?;
+                self.go_on(file, path, left - wanted as u64, parts, stored)
+            }
+            Doing::Done => {
+                self.doing = Doing::Done;
+                Ok(())
+            }
+        }
+    }
+
+    fn walk(&mut self) -> io::Result<()> {
+        let Some(level) = self.levels.last_mut() else {
+            put_end(&mut self.out);
+            self.doing = Doing::Done;
+            return Ok(());
+        };
+        let Some(name) = level.names.pop() else {
+            self.levels.pop();
+            return Ok(());
+        };
+        let about = fstatat(&level.dir, &*name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+        let mut path = level.path.clone();
+        if !path.is_empty() {
+            path.push(b'/');
+        }
+        path.extend_from_slice(name.to_bytes());
+        let open = |flags: OFlag| openat(&level.dir, &*name, flags, Mode::empty());
+        let kind = match SFlag::from_bits_truncate(about.st_mode & SFlag::S_IFMT.bits()) {
+            SFlag::S_IFDIR => {
+                let dir = open(DIRECTORY)?;
+                return self.directory(dir, path, &about);
+            }
+            SFlag::S_IFREG => {
+                let file = File::from(open(OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NOATIME)?);
+                return self.file(file, &path, &about);
+            }
+            SFlag::S_IFLNK => Kind::Symlink { target: readlinkat(&level.dir, &*name)?.as_bytes().to_vec() },
+            SFlag::S_IFIFO => Kind::Fifo,
+            SFlag::S_IFCHR if about.st_rdev == 0 => Kind::Whiteout,
+            // A socket is nothing without who listens on it, and no archive can hold one. Devices can't be made in here.
+            _ => return Ok(()),
+        };
+        let path = parse(&path)?;
+        if kind == Kind::Whiteout {
+            put_head(&mut self.out, &Entry { path, kind, meta: Meta::default() }, None);
+            return Ok(());
+        }
+        if !self.link(&path, &about) {
+            put_head(&mut self.out, &Entry { path, kind, meta: meta(&about) }, None);
+        }
+        Ok(())
+    }
+
+    fn directory(&mut self, dir: OwnedFd, path: Vec<u8>, about: &FileStat) -> io::Result<()> {
+        let (xattrs, opaque) = xattr::read(dir.as_fd())?;
+        let parsed = if path.is_empty() { EntryPath::root() } else { parse(&path)? };
+        put_head(&mut self.out, &Entry { path: parsed.clone(), kind: Kind::Directory, meta: Meta { xattrs, ..meta(about) } }, None);
+        if opaque {
+            put_head(&mut self.out, &Entry { path: parsed, kind: Kind::Opaque, meta: Meta::default() }, None);
+        }
+        let mut names: Vec<CString> = Vec::new();
+        for entry in Dir::from_fd(dir.try_clone()?)?.iter() {
+            let name = entry?.file_name().to_owned();
+            if !matches!(name.to_bytes(), b"." | b"..") {
+                names.push(name);
+            }
+        }
+        names.sort_unstable_by(|one, other| other.cmp(one));
+        self.levels.push(Level { dir, path, names });
+        Ok(())
+    }
+
+    fn file(&mut self, file: File, path: &[u8], about: &FileStat) -> io::Result<()> {
+        let path = parse(path)?;
+        if self.link(&path, about) {
+            return Ok(());
+        }
+        let size = u64::try_from(about.st_size).unwrap_or(0);
+        self.content = self.content.saturating_add(size);
+        if self.content > MAX_CONTENT_BYTES {
+            return Err(io::Error::other(format!("{path}: the files together are larger than {} GiB", MAX_CONTENT_BYTES >> 30)));
+        }
+        let (xattrs, _) = xattr::read(file.as_fd())?;
+        let entry = Entry { path, kind: Kind::File { size }, meta: Meta { xattrs, ..meta(about) } };
+        if size >= HOLES_FROM_BYTES {
+            self.doing = Doing::Scanning { file, entry: Box::new(entry), scan: Scan::default() };
+        } else {
+            self.begin(file, &entry, None);
+        }
+        Ok(())
+    }
+
+    /// Writes its head; its content comes next.
+    fn begin(&mut self, file: File, entry: &Entry, extents: Option<Vec<Extent>>) {
+        let Kind::File { size } = entry.kind else { return };
+        put_head(&mut self.out, entry, extents.as_deref());
+        let mut parts = extents.unwrap_or_else(|| vec![Extent { offset: 0, length: size }]);
+        let stored = parts.iter().map(|part| part.length).sum();
+        parts.reverse();
+        // It is at its start, so there is nothing to seek that could fail; a first part that lies further on is gone to next.
+        self.doing = Doing::Reading { file, path: entry.path.clone(), left: 0, parts, stored };
+    }
+
+    fn go_on(&mut self, mut file: File, path: EntryPath, left: u64, mut parts: Vec<Extent>, stored: u64) -> io::Result<()> {
+        if left > 0 {
+            self.doing = Doing::Reading { file, path, left, parts, stored };
+            return Ok(());
+        }
+        match parts.pop().filter(|part| part.length > 0) {
+            Some(part) => {
+                if part.offset > 0 {
+                    file.seek(SeekFrom::Start(part.offset))?;
+                }
+                self.doing = Doing::Reading { file, path, left: part.length, parts, stored };
+            }
+            None => put_padding(&mut self.out, stored),
+        }
+        Ok(())
+    }
+
+    /// True if it is another name of something that was packed already, which is noted then.
+    fn link(&mut self, path: &EntryPath, about: &FileStat) -> bool {
+        if about.st_nlink < 2 {
+            return false;
+        }
+        match self.links.get(&(about.st_dev, about.st_ino)) {
+            Some(first) => {
+                let kind = Kind::HardLink { target: first.clone() };
+                put_head(&mut self.out, &Entry { path: path.clone(), kind, meta: meta(about) }, None);
+                true
+            }
+            None => {
+                self.links.insert((about.st_dev, about.st_ino), path.clone());
+                false
+            }
+        }
+    }
+}
+
+const DIRECTORY: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_NOATIME);
+
+fn parse(path: &[u8]) -> io::Result<EntryPath> {
+    EntryPath::parse(path).map_err(|fault| {
+        let shown: String = OsStr::from_bytes(path).to_string_lossy().chars().take(300).collect();
+        io::Error::other(format!("{shown}: {fault}"))
+    })
+}
+
+fn changed(path: &EntryPath, error: io::Error) -> io::Error {
+    let why =
+        if error.kind() == io::ErrorKind::UnexpectedEof { "it became shorter while it was read".to_owned() } else { error.to_string() };
+    io::Error::other(format!("{path}: {why}"))
+}
+
+/// gVisor counts backwards before 1970, and tells the negative nanoseconds as a positive number of 32 bits.
+fn time(seconds: i64, nanos: i64) -> Time {
+    const SECOND: i64 = 1_000_000_000;
+    let nanos = if nanos >= SECOND { nanos - (1 << 32) } else { nanos };
+    let forwards = u32::try_from(nanos.rem_euclid(SECOND)).unwrap_or(0);
+    Time { seconds: seconds.saturating_add(nanos.div_euclid(SECOND)), nanos: forwards }
+}
+
+fn meta(about: &FileStat) -> Meta {
+    Meta {
+        mode: about.st_mode & 0o7777,
+        uid: about.st_uid,
+        gid: about.st_gid,
+        mtime: time(about.st_mtime, about.st_mtime_nsec),
+        atime: None,
+        xattrs: Vec::new(),
+    }
+}

@@ -1,0 +1,306 @@
+//! An archive as the upper layer of an overlay.
+//!
+//! Whoever made the archive may be hostile. Everything is done relative to open directories, one component at a time, and no link is ever
+//! followed, so nothing outside of the layer is reached, whatever the archive says.
+
+mod place;
+
+use std::{
+    ffi::OsStr,
+    fs::File,
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::{ffi::OsStrExt, fs::FileExt},
+    },
+    path::Path,
+};
+
+use nix::{
+    fcntl::{AtFlags, OFlag, openat},
+    sys::{
+        stat::{FchmodatFlags, Mode, SFlag, UtimensatFlags, fchmod, fchmodat, futimens, mkdirat, mknodat, utimensat},
+        time::TimeSpec,
+    },
+    unistd::{LinkatFlags, UnlinkatFlags, fchown, fchownat, linkat, symlinkat, unlinkat},
+};
+use sandboxer_layer::{Decoder, Entry, EntryPath, Fault, Kind, Limits, Meta, Sink, Summary, Time, Xattr};
+
+use self::place::{Found, Place};
+use crate::xattr;
+
+/// Holes are whole pages.
+const PAGE: usize = 4096;
+
+/// Why an archive was not unpacked.
+#[derive(Debug)]
+pub enum Failure {
+    /// There is something wrong with it.
+    Refused(String),
+    /// It could not be written.
+    Io(String, io::Error),
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Refused(why) => formatter.write_str(why),
+            Self::Io(at, error) => write!(formatter, "{at}: {error}"),
+        }
+    }
+}
+
+impl Failure {
+    #[must_use]
+    pub fn is_no_room(&self) -> bool {
+        matches!(self, Self::Io(_, error) if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)))
+    }
+}
+
+/// Unpacks one archive.
+pub struct Unpacker {
+    decoder: Decoder,
+    layer: Layer,
+}
+
+impl Unpacker {
+    /// Into the empty directory `upper`, which will lie on `lower`: a directory that the archive only implies is there as it is below.
+    ///
+    /// # Errors
+    /// One of them can't be opened.
+    pub fn new(upper: &Path, lower: Option<&Path>, limits: Limits) -> io::Result<Self> {
+        let layer = Layer { place: Place::new(upper, lower)?, file: None, times: Vec::new() };
+        Ok(Self { decoder: Decoder::new(limits), layer })
+    }
+
+    /// Takes the next bytes.
+    ///
+    /// # Errors
+    /// It can't go on; what was unpacked so far is of no use.
+    pub fn push(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        self.decoder.push(bytes, &mut self.layer).map_err(failure)
+    }
+
+    /// Finishes it.
+    ///
+    /// # Errors
+    /// The archive is not at its end, or the last of it can't be written.
+    pub fn finish(mut self) -> Result<Summary, Failure> {
+        let summary = self.decoder.finish().map_err(failure)?;
+        self.layer.set_times()?;
+        Ok(summary)
+    }
+}
+
+fn failure(fault: Fault<Failure>) -> Failure {
+    match fault {
+        Fault::Sink(failure) => failure,
+        other => Failure::Refused(other.to_string()),
+    }
+}
+
+/// A file that is being written.
+struct Writing {
+    file: File,
+    path: EntryPath,
+    meta: Meta,
+    size: u64,
+    /// How much of it is really there.
+    written: u64,
+}
+
+struct Layer {
+    place: Place,
+    file: Option<Writing>,
+    /// Of directories: set when nothing more is put into them.
+    times: Vec<(EntryPath, Time)>,
+}
+
+impl Sink for Layer {
+    type Error = Failure;
+
+    fn entry(&mut self, entry: Entry) -> Result<(), Failure> {
+        let Entry { path, kind, meta } = entry;
+        if kind == Kind::Opaque {
+            let dir = self.place.directory(&path)?;
+            return xattr::set(dir, xattr::OPAQUE.to_bytes(), b"y").map_err(at(&path));
+        }
+        let Some((_, name)) = path.split() else {
+            // Only a directory can be the root.
+            return self.finish_directory(&path, meta);
+        };
+        let name = name.to_owned();
+        if let Kind::File { size } = kind
+            && let Some(file) = self.create(&path, &name)?
+        {
+            // Nothing was there, as nearly always.
+            self.file = Some(Writing { file, path, meta, size, written: 0 });
+            return Ok(());
+        }
+        let found = self.place.look(&path)?;
+        match (&kind, found) {
+            // It is both deleted below and made anew here.
+            (Kind::Whiteout, Found::Directory) => {
+                let dir = self.place.directory(&path)?;
+                return xattr::set(dir, xattr::OPAQUE.to_bytes(), b"y").map_err(at(&path));
+            }
+            (Kind::Whiteout, Found::Other | Found::Whiteout) => return Ok(()),
+            (_, Found::Nothing) | (Kind::Directory, Found::Directory) => {}
+            (_, Found::Directory) => return Err(Failure::Refused(format!("{path}: something else in the place of a directory"))),
+            (Kind::HardLink { target }, _) if *target == path => return Ok(()),
+            (_, Found::Other | Found::Whiteout) => {
+                unlinkat(self.place.parent(&path)?, &*name, UnlinkatFlags::NoRemoveDir).map_err(at_errno(&path))?;
+            }
+        }
+        if let Kind::HardLink { target } = &kind {
+            return self.hard_link(&path, target);
+        }
+        let parent = self.place.parent(&path)?;
+        match kind {
+            Kind::File { size } => {
+                let file = self.create(&path, &name)?.ok_or_else(|| at_errno(&path)(nix::Error::EEXIST))?;
+                self.file = Some(Writing { file, path, meta, size, written: 0 });
+                return Ok(());
+            }
+            Kind::Directory => {
+                if found != Found::Directory {
+                    mkdirat(parent, &*name, Mode::S_IRWXU).map_err(at_errno(&path))?;
+                }
+                let dir = self.place.directory(&path)?;
+                if found == Found::Whiteout {
+                    xattr::set(dir, xattr::OPAQUE.to_bytes(), b"y").map_err(at(&path))?;
+                }
+                return self.finish_directory(&path, meta);
+            }
+            Kind::Symlink { target } => symlinkat(OsStr::from_bytes(&target), parent, &*name).map_err(at_errno(&path))?,
+            Kind::Fifo => {
+                mknodat(parent, &*name, SFlag::S_IFIFO, Mode::S_IRUSR | Mode::S_IWUSR, 0).map_err(at_errno(&path))?;
+                fchmodat(parent, &*name, Mode::from_bits_truncate(meta.mode), FchmodatFlags::FollowSymlink).map_err(at_errno(&path))?;
+            }
+            Kind::Whiteout => return mknodat(parent, &*name, SFlag::S_IFCHR, Mode::empty(), 0).map_err(at_errno(&path)),
+            Kind::HardLink { .. } | Kind::Opaque => return Ok(()),
+        }
+        if (meta.uid, meta.gid) != (0, 0) {
+            fchownat(parent, &*name, Some(meta.uid.into()), Some(meta.gid.into()), AtFlags::AT_SYMLINK_NOFOLLOW)
+                .map_err(at_errno(&path))?;
+        }
+        let time = spec(meta.mtime);
+        utimensat(parent, &*name, &time, &time, UtimensatFlags::NoFollowSymlink).map_err(at_errno(&path))
+    }
+
+    fn data(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Failure> {
+        let Some(writing) = &mut self.file else { return Ok(()) };
+        for run in runs(bytes) {
+            let (start, end) = (offset + run.start as u64, offset + run.end as u64);
+            writing.file.write_all_at(&bytes[run], start).map_err(at(&writing.path))?;
+            writing.written = end;
+        }
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<(), Failure> {
+        let Some(Writing { file, path, meta, size, written }) = self.file.take() else { return Ok(()) };
+        if written < size {
+            file.set_len(size).map_err(at(&path))?;
+        }
+        if (meta.uid, meta.gid) != (0, 0) {
+            // What root has just made is root's.
+            own(file.as_fd(), &path, &meta)?;
+        }
+        set(file.as_fd(), &path, &meta)?;
+        let time = spec(meta.mtime);
+        futimens(&file, &time, &time).map_err(at_errno(&path))
+    }
+}
+
+impl Layer {
+    /// A new file; none if there is something of that name.
+    fn create(&mut self, path: &EntryPath, name: &OsStr) -> Result<Option<File>, Failure> {
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        match openat(self.place.parent(path)?, name, flags, Mode::S_IRUSR | Mode::S_IWUSR) {
+            Ok(file) => Ok(Some(file.into())),
+            Err(nix::Error::EEXIST) => Ok(None),
+            Err(error) => Err(at_errno(path)(error)),
+        }
+    }
+
+    fn finish_directory(&mut self, path: &EntryPath, meta: Meta) -> Result<(), Failure> {
+        let dir = self.place.directory(path)?;
+        own(dir, path, &meta)?;
+        set(dir, path, &meta)?;
+        self.times.push((path.clone(), meta.mtime));
+        Ok(())
+    }
+
+    fn hard_link(&mut self, path: &EntryPath, target: &EntryPath) -> Result<(), Failure> {
+        let refused = |why: &str| Failure::Refused(format!("{path}: {why}"));
+        if self.place.look(target)? != Found::Other {
+            return Err(refused("a hard link to what the archive did not bring before"));
+        }
+        let Some((_, name)) = path.split() else { return Err(refused("a hard link in the place of the root")) };
+        let Some((_, target_name)) = target.split() else { return Err(refused("a hard link to the root")) };
+        let from = self.place.parent(target)?.try_clone_to_owned().map_err(at(path))?;
+        let parent = self.place.parent(path)?;
+        linkat(&from, target_name, parent, name, LinkatFlags::empty()).map_err(at_errno(path))
+    }
+
+    /// From the deepest up: setting one changes no other.
+    fn set_times(&mut self) -> Result<(), Failure> {
+        for (path, time) in std::mem::take(&mut self.times).into_iter().rev() {
+            let time = spec(time);
+            futimens(self.place.directory(&path)?, &time, &time).map_err(at_errno(&path))?;
+        }
+        Ok(())
+    }
+}
+
+/// Before all else: changing the owner takes other things away.
+fn own(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
+    fchown(file, Some(meta.uid.into()), Some(meta.gid.into())).map_err(at_errno(path))
+}
+
+fn set(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
+    fchmod(file, Mode::from_bits_truncate(meta.mode)).map_err(at_errno(path))?;
+    for Xattr { name, value } in meta.xattrs.iter().filter(|xattr| xattr::is_kept(&xattr.name)) {
+        match xattr::set(file, name, value) {
+            Err(error) if xattr::is_needed(name) => {
+                return Err(Failure::Io(format!("{path}: the attribute {}", String::from_utf8_lossy(name)), error));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The parts of it that are not pages of zeros.
+fn runs(bytes: &[u8]) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let zero = |page: &[u8]| page.len() == PAGE && page.chunks(256).all(|part| part.iter().fold(0, |all, byte| all | byte) == 0);
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        while at < bytes.len() && zero(&bytes[at..bytes.len().min(at + PAGE)]) {
+            at += PAGE;
+        }
+        let start = at;
+        while at < bytes.len() && !zero(&bytes[at..bytes.len().min(at + PAGE)]) {
+            at = bytes.len().min(at + PAGE);
+        }
+        (start < at).then_some(start..at)
+    })
+}
+
+fn spec(time: Time) -> TimeSpec {
+    TimeSpec::new(time.seconds, i64::from(time.nanos))
+}
+
+fn at(path: &EntryPath) -> impl Fn(io::Error) -> Failure {
+    let path = path.to_string();
+    move |error| Failure::Io(path.clone(), error)
+}
+
+fn at_errno(path: &EntryPath) -> impl Fn(nix::Error) -> Failure {
+    let at = at(path);
+    move |error| at(error.into())
+}
+
+/// Kept by whoever holds it open.
+type Directory = OwnedFd;

@@ -1,0 +1,255 @@
+//! Filesystem snapshots on their volume: the files of a sandbox, as an archive under a name, that new sandboxes start from.
+//!
+//! An archive is taken in whole onto this machine's disk first ([`spool`]): the sandbox stands still only while it is read. Then it goes into packs, and gets
+//! its name at last. What comes from the volume and from sandboxes is hostile: archives are gone through entry by entry before they are kept.
+
+mod catalogue;
+mod import;
+mod spool;
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use sandboxer_layer::{Limits as ArchiveLimits, Summary};
+use sandboxer_protocol::{SandboxId, client::ErrorCode};
+use sandboxer_store::{
+    Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, LocalStore, Manifest, ManifestAt,
+    Saver, Source, Volume, VolumeKey, failpoint::FailPoints, layer_file,
+};
+use serde_json::Map;
+use tokio::task::spawn_blocking;
+use tracing::warn;
+
+use self::spool::NotTaken;
+pub(crate) use self::{
+    catalogue::SavedFilesystem,
+    spool::{Form, Piece, Pieces, Spool, spool},
+};
+use crate::{
+    checkpoints::{StoredImages, other, private_dir, tenant},
+    images::Images,
+    limits::Limits,
+    manager::CreateError,
+};
+
+/// What an archive may have beyond the files' own bytes.
+const HEADERS_FACTOR: u64 = 2;
+const ROOM_BYTES: u64 = 1 << 30;
+/// All files of an archive, holes included.
+const MAX_CONTENT_BYTES: u64 = 64 << 30;
+/// Smaller packs than those of checkpoints: two are in memory while one is saved.
+const PACK_BYTES: usize = 6 << 20;
+
+/// How filesystem snapshots are kept.
+#[derive(Debug, Clone)]
+pub struct FilesystemSettings {
+    /// The volume that all instances share.
+    pub path: PathBuf,
+    /// Authenticates what is read from it.
+    pub key_file: Option<PathBuf>,
+    /// What is kept on this machine's own disk.
+    pub cache_bytes: u64,
+}
+
+/// Why something was not done. The sandbox goes on.
+pub(crate) type Refusal = (ErrorCode, String);
+
+pub(crate) struct Filesystems {
+    volume: Volume,
+    saver: Saver,
+    cache: Cache,
+    images: StoredImages,
+    /// Archives on their way to the volume.
+    work: PathBuf,
+    limits: ArchiveLimits,
+}
+
+/// What is to become a filesystem snapshot.
+pub(crate) struct Order {
+    pub(crate) name: FilesystemName,
+    /// One of that name is replaced.
+    pub(crate) replace: bool,
+    pub(crate) owner: Option<String>,
+    pub(crate) sandbox_id: Option<SandboxId>,
+    /// What the files lie on.
+    pub(crate) image: Option<PathBuf>,
+}
+
+/// What a sandbox is made from.
+pub(crate) struct Template {
+    manifest: Arc<Manifest>,
+    pub(crate) image: Option<ImageDigest>,
+}
+
+impl Filesystems {
+    pub(crate) fn open(settings: FilesystemSettings, data_dir: &Path, largest: &Limits) -> io::Result<Self> {
+        let FilesystemSettings { path, key_file, cache_bytes } = settings;
+        let mut volume = Volume::in_directory(LocalStore::open(&path, FailPoints::from_env()?)?);
+        if let Some(key) = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)? {
+            volume = volume.with_key(key);
+        }
+        let work = data_dir.join("packing");
+        // What an earlier process did not finish is of no use.
+        fs::remove_dir_all(&work).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })?;
+        private_dir(&work)?;
+        let index = ChunkIndex::default();
+        let loader = Loader::new(volume.clone(), index.clone());
+        let saver = Saver::new(volume.clone(), index).with_pack_bytes(PACK_BYTES);
+        Ok(Self {
+            cache: Cache::open(&data_dir.join("filesystem-cache"), cache_bytes, loader.clone()).map_err(other)?,
+            images: StoredImages::new(saver.clone(), loader, data_dir.join("filesystem-images")),
+            volume,
+            saver,
+            work,
+            limits: ArchiveLimits {
+                bytes: largest.disk_bytes().saturating_mul(HEADERS_FACTOR).saturating_add(ROOM_BYTES),
+                content: MAX_CONTENT_BYTES,
+                entries: largest.disk_inodes().saturating_mul(2),
+            },
+        })
+    }
+
+    /// That the name may be taken. Whether it is taken is decided when it is.
+    pub(crate) async fn check_free(&self, order: &Order) -> Result<(), Refusal> {
+        if order.replace {
+            return Ok(());
+        }
+        match self.volume.has_filesystem(tenant(order.owner.as_deref()), order.name).await {
+            Ok(false) => Ok(()),
+            Ok(true) => Err(taken(order.name)),
+            Err(error) => Err(failed(&error.whole())),
+        }
+    }
+
+    /// Takes an archive in, checks it, and makes it a snapshot. `may_act` is asked before anybody can see it.
+    pub(crate) async fn keep(&self, order: Order, spool: Spool, form: Form, may_act: impl Fn() -> bool) -> Result<Manifest, Refusal> {
+        let room = |error: io::Error| failed(&format!("no room for the archive: {error}"));
+        let dir = tempfile::Builder::new().prefix("layer-").tempdir_in(&self.work).map_err(room)?;
+        let (path, limits) = (dir.path().join(LAYER_FILE), self.limits);
+        let into = path.clone();
+        let summary =
+            spawn_blocking(move || spool.write(&into, form, limits)).await.map_err(|_| failed("the archive could not be taken in"))?;
+        let summary = summary.map_err(|why| match why {
+            // What a sandbox sends is our own agent's, unless that was taken over.
+            NotTaken::Refused(why) if form == Form::Any => (ErrorCode::InvalidField, format!("The archive is refused: {why}.")),
+            NotTaken::Refused(why) | NotTaken::Failed(why) => failed(&why),
+        })?;
+        let manifest = self.save(&order, path, summary, may_act).await?;
+        if let Err(error) = self.cache.adopt(&Arc::new(manifest.clone()), dir.path()).await {
+            warn!(error = error.whole(), "the filesystem snapshot could not be kept in the cache");
+        }
+        Ok(manifest)
+    }
+
+    async fn save(&self, order: &Order, path: PathBuf, summary: Summary, may_act: impl Fn() -> bool) -> Result<Manifest, Refusal> {
+        let whole = |error: Error| failed(&error.whole());
+        let image = match &order.image {
+            Some(image) => Some(self.images.put(image).await.map_err(whole)?),
+            None => None,
+        };
+        let source = Source { name: layer_file().map_err(whole)?, path };
+        let owner = tenant(order.owner.as_deref());
+        // What is being replaced is mostly the same.
+        let parent = self.volume.manifest(ManifestAt::Filesystem { tenant: owner, name: order.name }).await.ok();
+        let saved = self.saver.save(owner, &[source], &parent.iter().collect::<Vec<_>>()).await.map_err(whole)?;
+        let about = Filesystem {
+            created_at: jiff::Timestamp::now(),
+            sandbox_id: order.sandbox_id,
+            image,
+            entries: summary.entries,
+            content_bytes: summary.content,
+            other: Map::new(),
+        };
+        if !may_act() {
+            return Err(failed("this instance may no longer act for the sandbox"));
+        }
+        let put = self.volume.put_filesystem(&saved, about, order.name, order.replace).await;
+        saved.finish().await;
+        put.map_err(|error| match error {
+            Error::Exists { .. } => taken(order.name),
+            error => whole(error),
+        })
+    }
+
+    /// The snapshot of that name, for its owner.
+    pub(crate) async fn find(&self, owner: Option<&str>, name: FilesystemName) -> Result<Option<Manifest>, Error> {
+        match self.volume.manifest(ManifestAt::Filesystem { tenant: tenant(owner), name }).await {
+            Ok(manifest) => Ok(Some(manifest)),
+            Err(Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What a sandbox is to be made from.
+    pub(crate) async fn template(&self, owner: Option<&str>, name: &str) -> Result<Template, CreateError> {
+        let name = parse(name).map_err(|(code, message)| CreateError::new(code, message))?;
+        match self.find(owner, name).await {
+            Ok(Some(manifest)) => {
+                let image = manifest.filesystem().and_then(|about| about.image);
+                Ok(Template { manifest: Arc::new(manifest), image })
+            }
+            Ok(None) => {
+                let message = format!("There is no filesystem snapshot {name}.");
+                Err(CreateError::new(ErrorCode::UnknownFilesystemSnapshot, message))
+            }
+            Err(error) => Err(unusable(&error.whole())),
+        }
+    }
+
+    /// The image that a snapshot lies on: of this machine, or else from the volume.
+    pub(crate) async fn image(&self, digest: ImageDigest, images: &Images) -> Result<PathBuf, CreateError> {
+        self.images.find(digest, images).await.map_err(|why| unusable(&format!("it needs the image {digest}: {why}")))
+    }
+
+    /// The archive, checked: from this machine's own disk, or else from the volume. If it was replaced while it was read, and its data collected, it is the newer
+    /// one.
+    pub(crate) async fn bring(&self, template: &Template) -> Result<Layer, CreateError> {
+        let mut files = self.cache.files(&template.manifest, self.limits.bytes).await;
+        if files.is_err()
+            && let Ok(newer) = self.volume.manifest(template.manifest.at()).await
+            && newer.digest() != template.manifest.digest()
+            && newer.filesystem().is_some_and(|about| about.image == template.image)
+        {
+            files = self.cache.files(&Arc::new(newer), self.limits.bytes).await;
+        }
+        let files = files.map_err(|error| unusable(&error.whole()))?;
+        Ok(Layer { path: files.dir().join(LAYER_FILE), _files: files })
+    }
+}
+
+/// An archive on this machine's disk, kept there while this lives.
+pub(crate) struct Layer {
+    pub(crate) path: PathBuf,
+    _files: FileSet,
+}
+
+/// A name that somebody chose.
+pub(crate) fn parse(name: &str) -> Result<FilesystemName, Refusal> {
+    name.parse().map_err(|_| {
+        let shown: String = name.chars().take(80).collect();
+        let message = format!(
+            "{shown:?} can't be the name of a filesystem snapshot: 1 to 64 of A-Z, a-z, 0-9, \".\", \"_\" and \"-\", not a dot first."
+        );
+        (ErrorCode::InvalidName, message)
+    })
+}
+
+pub(crate) fn not_configured() -> Refusal {
+    let message = "This server keeps no filesystem snapshots: it was started without FILESYSTEM_SNAPSHOT_MOUNT_PATH.";
+    (ErrorCode::FilesystemSnapshotsNotConfigured, message.to_owned())
+}
+
+fn taken(name: FilesystemName) -> Refusal {
+    (ErrorCode::NameTaken, format!("There is a filesystem snapshot {name} already. Choose another name, or say \"replace\": true."))
+}
+
+pub(crate) fn failed(why: &str) -> Refusal {
+    (ErrorCode::FilesystemSnapshotFailed, format!("The filesystem snapshot could not be made: {why}."))
+}
+
+fn unusable(why: &str) -> CreateError {
+    CreateError::new(ErrorCode::FilesystemSnapshotFailed, format!("The filesystem snapshot can't be used: {why}."))
+}
