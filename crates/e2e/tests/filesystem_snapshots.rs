@@ -55,7 +55,7 @@ os.makedirs(deep); open(deep + '/bottom', 'w').write('here')
 with open('/srv/large', 'wb') as f:
     for _ in range(20): f.write(random.randbytes(1 << 20))
 with open('/srv/holes', 'wb') as f:
-    f.truncate(1 << 30); f.seek(512 << 20); f.write(b'one'); f.seek((1 << 30) - 3); f.write(b'end')
+    f.truncate(64 << 20); f.seek(32 << 20); f.write(b"one"); f.seek((64 << 20) - 3); f.write(b'end')
 os.remove('/etc/issue'); os.system('rm -r /usr/share/zoneinfo /etc/skel && mkdir /etc/skel && echo new > /etc/skel/new')
 os.chmod('/etc/passwd', 0o600); open('/etc/hosts', 'a').write('10.0.0.1 added\n'); os.chown('/var/tmp', 5, 6)
 os.system('mv /etc/profile.d /etc/moved')
