@@ -14,7 +14,7 @@ use sandboxer_store::failpoint::FailPoints;
 use sandboxer_store::lease::BootClock;
 use sandboxer_store::record::{Codec, DirectoryRecords, Nonce, OwnerChange, Record, RecordStore, Stamp};
 use sandboxer_store::{
-    CheckpointName, ChunkIndex, Contract, Depth, Error, ImageDigest, Loader, Manifest, ManifestAt, Saved, Saver, SnapshotId, Source,
+    CheckpointName, ChunkIndex, Contract, Depth, Error, Filesystem, FilesystemName, ImageDigest, Loader, Manifest, ManifestAt, Saved, Saver, SnapshotId, Source,
     Tenant, Volume, verify,
 };
 
@@ -537,4 +537,41 @@ async fn writers_and_collectors_at_once_lose_nothing_and_leave_nothing() {
     let needed: std::collections::BTreeSet<_> = kept.iter().flat_map(|manifest| manifest.packs().iter().map(|pack| pack.id)).collect();
     assert_eq!(here.volume.packs(Tenant::open()).await.unwrap(), needed.into_iter().collect::<Vec<_>>());
     assert!(here.below("collect/condemned").is_empty() && here.below("collect/intents").is_empty());
+}
+
+#[tokio::test]
+async fn a_filesystem_snapshot_keeps_its_data_until_it_is_replaced_or_deleted() {
+    let here = Here::new();
+    let collector = here.collector("c");
+    let name: FilesystemName = "template".parse().unwrap();
+    let put = async |seed: u64, replace: bool| {
+        let saved = here.save(seed).await;
+        let about = Filesystem {
+            created_at: jiff::Timestamp::UNIX_EPOCH,
+            sandbox_id: None,
+            image: None,
+            entries: 1,
+            content_bytes: 1,
+            other: serde_json::Map::new(),
+        };
+        let manifest = here.volume.put_filesystem(&saved, about, name, replace).await.unwrap();
+        saved.finish().await;
+        manifest
+    };
+    let first = put(1, false).await;
+    collector.collect().await.unwrap();
+    assert!(here.is_whole(&first).await);
+    // The same collector: what it has read of the first one says nothing about the second.
+    let second = put(2, true).await;
+    let done = collector.collect().await.unwrap();
+    assert!(done.packs > 0, "what only the first one needed is gone: {done:?}");
+    assert!(here.is_whole(&second).await);
+    here.verify().await;
+    // A writer that says that it is at work and dawdles is waited for; the name is what counts in the end.
+    let dawdling = here.save(3).await;
+    assert!(!here.below("collect/intents").is_empty());
+    drop(dawdling);
+    assert!(here.volume.delete_filesystem(Tenant::open(), name).await.unwrap());
+    collector.collect().await.unwrap();
+    assert!(here.below("packs").is_empty() && here.below("collect/intents").is_empty(), "{:?}", here.files());
 }

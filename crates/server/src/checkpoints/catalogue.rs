@@ -58,7 +58,7 @@ impl Origin {
         Some(match manifest.at() {
             ManifestAt::Checkpoint { name, .. } => Self { sandbox_id, checkpoint: Some(name), snapshot_id: None },
             ManifestAt::Snapshot { snapshot_id } => Self { sandbox_id, checkpoint: None, snapshot_id: Some(snapshot_id) },
-            ManifestAt::Image { .. } => return None,
+            ManifestAt::Image { .. } | ManifestAt::Filesystem { .. } => return None,
         })
     }
 

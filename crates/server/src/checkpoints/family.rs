@@ -80,7 +80,7 @@ impl Checkpoints {
             match at {
                 ManifestAt::Checkpoint { name, .. } => one.checkpoints.push(Branch { name, about, share }),
                 ManifestAt::Snapshot { snapshot_id } => one.snapshots.push(Branch { name: snapshot_id, about, share }),
-                ManifestAt::Image { .. } => {}
+                ManifestAt::Image { .. } | ManifestAt::Filesystem { .. } => {}
             }
         }
         for one in all.values_mut() {
