@@ -14,8 +14,8 @@ use sandboxer_store::failpoint::FailPoints;
 use sandboxer_store::lease::BootClock;
 use sandboxer_store::record::{Codec, DirectoryRecords, Nonce, OwnerChange, Record, RecordStore, Stamp};
 use sandboxer_store::{
-    CheckpointName, ChunkIndex, Contract, Depth, Error, Filesystem, FilesystemName, ImageDigest, Loader, Manifest, ManifestAt, Saved, Saver, SnapshotId, Source,
-    Tenant, Volume, verify,
+    CheckpointName, ChunkIndex, Contract, Depth, Error, Filesystem, FilesystemName, ImageDigest, Loader, Manifest, ManifestAt, Saved,
+    Saver, SnapshotId, Source, Tenant, Volume, verify,
 };
 
 const LONGEST: Duration = Duration::from_millis(400);
