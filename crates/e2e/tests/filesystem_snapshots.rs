@@ -299,7 +299,8 @@ async fn a_snapshot_outlives_the_version_of_runsc_in_both_directions() {
 
 async fn running_writer(server: &Server) -> Ws {
     let mut ws = Ws::create(server).await;
-    let _ = ws.bash("mkdir many; for i in $(seq 3000); do head -c 20000 /dev/urandom > many/$i; done").await.ok();
+    let many = "import os\nos.mkdir('many')\nfor i in range(3000): open(f'many/{i}', 'wb').write(os.urandom(20_000))";
+    let _ = ws.python(many).await.ok();
     ws.start(json!({"language": "python", "code": WRITER, "execution_id": "writer"})).await;
     ws.until_output("stdout", "\n").await;
     ws
