@@ -69,7 +69,8 @@ async fn snapshots_are_made_listed_shown_and_removed_over_http_and_by_commands()
 #[tokio::test]
 async fn a_snapshot_leaves_as_a_layer_and_a_layer_enters_as_a_snapshot() {
     let (volume, dir) = (Volume::default(), tempfile::tempdir().unwrap());
-    let server = volume.filesystems().start();
+    // Twice this, and a GiB: more is no archive of files that a sandbox may have.
+    let server = volume.filesystems().arg("--max-disk-mb").arg("512").start();
     let mut ws = Ws::create(&server).await;
     let _ = ws
         .bash("mkdir -p /opt/app; echo app > /opt/app/f; ln -s f /opt/app/l; rm -r /usr/share/zoneinfo; rm -r /etc/skel; mkdir /etc/skel")
@@ -113,9 +114,9 @@ async fn a_snapshot_leaves_as_a_layer_and_a_layer_enters_as_a_snapshot() {
     let climbing = dir.path().join("climbing.tar");
     assert!(Command::new("tar").args(["-P", "-C"]).arg(&tree).arg("-cf").arg(&climbing).arg("../bad").status().unwrap().success());
     assert!(complained(&server, &["import", "bad", climbing.to_str().unwrap()]).contains(".."));
-    let bomb = Command::new("sh").args(["-c", "head -c 2000000000 /dev/zero | gzip -1"]).output().unwrap().stdout;
+    let bomb = Command::new("sh").args(["-c", "head -c 2200000000 /dev/zero | gzip -1"]).output().unwrap().stdout;
     fs::write(&bad, bomb).unwrap();
-    let _ = complained(&server, &["import", "bad", bad.to_str().unwrap()]);
+    assert!(complained(&server, &["import", "bad", bad.to_str().unwrap()]).contains("larger than is allowed"));
     let _ = server.refuses(None, "GET", "/v1/filesystem-snapshots/bad", &Value::Null, 404, "not_found");
     assert!(fs::read_dir(server.data_dir().join("packing")).unwrap().next().is_none(), "nothing is left of what was refused");
     ws.expect_alive().await;
