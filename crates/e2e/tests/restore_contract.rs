@@ -57,8 +57,8 @@ async fn a_restore_that_runsc_fails_is_tried_once_more_and_its_boot_log_is_kept(
     assert!(running.get("rewound").is_none(), "{running}");
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
 
-    // A save that runsc itself fails.
-    runsc.fail("checkpoint", 1);
+    // A save that runsc itself fails: it freezes the sandbox first.
+    runsc.fail("pause", 1);
     let message = ws.expect_checkpoint_error("checkpoint_failed").await;
     assert!(message.contains("goes on") && runsc.failures_left() == 0, "{message}");
     let mut ws = Ws::attach(&server, &id).await;
