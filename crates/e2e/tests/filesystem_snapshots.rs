@@ -181,13 +181,15 @@ async fn programs_stand_still_while_their_files_are_read_and_go_on_unharmed() {
     let volume = Volume::default();
     let server = volume.filesystems().start();
     let mut ws = Ws::create(&server).await;
-    // Also processes in the background, threads, and one that somebody stopped.
+    // Also processes in the background, threads, and one that somebody stopped: one of a session of its own, or it would take all of its group with it
+    // when that is orphaned.
     let around = r#"
 mkdir many; for i in $(seq 2000); do echo $i > many/$i; done
 sleep 1000 & echo $! > sleeps; (while true; do date > /tmp/date; sleep 0.01; done) &
 python3 -c 'import threading, time
 for i in range(4): threading.Thread(target=time.sleep, args=(1000,)).start()' &
-setsid sleep 1000 & stopped=$!; until [ -e /tmp/date ]; do sleep 0.1; done; kill -STOP $stopped; echo $stopped > stopped
+setsid sleep 1000 & stopped=$!; until [ -e /tmp/date ] && [ "$(cat /proc/$stopped/comm)" = sleep ]; do sleep 0.1; done
+kill -STOP $stopped; echo $stopped > stopped
 "#;
     let _ = ws.bash(around).await.ok();
     ws.start(json!({"language": "python", "code": WRITER})).await;
