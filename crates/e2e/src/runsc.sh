@@ -1,17 +1,22 @@
 #!/bin/sh
 # Does what the runsc beside it does, except for what files beside it ask for:
 #   version             what it says of itself
-#   restore.fail-N, checkpoint.fail-N    one call each in which it is given a path that can't be; the file is used up
+#   restore.fail-N      a call in which it is given a path that can't be; the file is used up
+#   pause.fail-N        a call that fails; likewise
 here=$(dirname "$0")
 command=
 for argument in "$@"; do
     case $argument in
     --version) if [ -e "$here/version" ]; then exec cat "$here/version"; fi ;;
-    restore | checkpoint) command=$argument ;;
+    restore | pause) command=$argument ;;
     esac
 done
 for plan in "$here/$command".fail-*; do
     if [ -n "$command" ] && rm "$plan" 2>/dev/null; then
+        if [ "$command" = pause ]; then
+            echo "not this time" >&2
+            exit 1
+        fi
         for argument in "$@"; do
             shift
             case $argument in -image-path=*) argument=-image-path=/dev/null/nothing ;; esac
