@@ -160,18 +160,22 @@ fn wait_for_child(at_most: Duration) {
     }
 }
 
+/// Whether there is no process but this one and `init`. One that has ended does nothing any more.
+pub(crate) fn nobody_but(init: Option<i32>) -> bool {
+    threads(init).next().is_none()
+}
+
 /// The threads of all processes but this one and `init`.
-fn threads(init: Option<i32>) -> Vec<i32> {
+fn threads(init: Option<i32>) -> impl Iterator<Item = i32> {
     let numbers = |path: &str| -> Vec<i32> {
         let entries = fs::read_dir(path).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
     };
     let own = i32::try_from(std::process::id()).unwrap_or(1);
-    let processes = numbers("/proc").into_iter().filter(|pid| *pid != own && Some(*pid) != init);
+    let processes = numbers("/proc").into_iter().filter(move |pid| *pid != own && Some(*pid) != init);
     processes
-        .flat_map(|pid| numbers(&format!("/proc/{pid}/task")))
+        .flat_map(move |pid| numbers(&format!("/proc/{pid}/task")))
         .filter(|thread| !state(*thread).is_none_or(|state| matches!(state, 'Z' | 'X')))
-        .collect()
 }
 
 fn state(thread: i32) -> Option<char> {

@@ -329,6 +329,14 @@ impl Server {
         self.running = Running::start(&self.options, &self.home, &self.data, &self.log);
     }
 
+    /// What it counts under this name; none before the first.
+    #[must_use]
+    pub fn metric(&self, name: &str) -> f64 {
+        let text = self.get("/metrics").body;
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.map_or(0.0, |value| value.parse().unwrap())
+    }
+
     /// `GET`, answered.
     #[must_use]
     pub fn get(&self, path: &str) -> http::Answer {

@@ -191,6 +191,39 @@ async fn a_sandbox_that_saves_itself_loses_little_when_everything_burns_down() {
 }
 
 #[tokio::test]
+async fn a_sandbox_in_which_nothing_happens_does_not_save_itself_again() {
+    let volume = Volume::default();
+    let server = volume.serve();
+    let mut ws = Ws::create_with(&server, json!({"enable_checkpoint": true, "autosave_seconds": 1})).await;
+    let id = ws.sandbox_id.clone();
+    let latest = || volume.record(&id)["latest"].clone();
+    let skipped = || server.metric("sandboxer_autosaves_skipped_total");
+    // What was done is saved, and from then on there is nothing to save.
+    let _ = ws.bash("echo one > f").await.ok();
+    eventually("it rests", DEADLINE, || skipped() >= 2.0).await;
+    let (saved, rested) = (latest(), skipped());
+    eventually("it goes on resting", DEADLINE, || skipped() >= rested + 2.0).await;
+    assert_eq!(latest(), saved, "nothing was saved meanwhile");
+    assert!(server.metric("sandboxer_save_pause_seconds_count") >= 1.0);
+    // A process that the execution leaves behind may do something at any time.
+    let _ = ws.bash("echo two > f; sleep 1000 > /dev/null 2>&1 & echo $! > pid").await.ok();
+    let mut seen = std::collections::BTreeSet::new();
+    eventually("it saves itself again and again", DEADLINE, || {
+        seen.extend(latest().as_str().map(str::to_owned));
+        seen.len() > 2
+    })
+    .await;
+    let _ = ws.bash("kill $(cat pid)").await.ok();
+    let rested = skipped();
+    eventually("it rests again", DEADLINE, || skipped() >= rested + 2.0).await;
+    let mut server = server;
+    server.burn_down();
+    let b = volume.serve();
+    let (mut ws, _) = Ws::restore(&b, &id).await;
+    assert_eq!(ws.bash("cat f").await.ok(), "two\n");
+}
+
+#[tokio::test]
 async fn a_sandbox_that_does_not_run_goes_back_and_its_next_client_is_told() {
     let volume = Volume::default();
     let (a, b) = (volume.serve(), volume.serve());

@@ -90,23 +90,34 @@ impl LinkReader {
 pub struct LinkWriter {
     stream: Box<dyn AsyncWrite + Send + Unpin>,
     queue: BytesMut,
+    frames: u64,
 }
 
 impl LinkWriter {
     pub fn queue(&mut self, message: &ToAgent) {
+        self.frames += 1;
         encode_to_agent(&mut self.queue, message);
     }
 
     pub fn queue_exec(&mut self, spec: &ExecSpec, code: &[u8]) {
+        self.frames += 1;
         encode_exec(&mut self.queue, spec, code);
     }
 
     pub fn queue_stdin(&mut self, number: ExecutionNumber, offset: u64, data: &[u8]) {
+        self.frames += 1;
         encode_stdin(&mut self.queue, number, offset, data);
     }
 
     pub fn queue_files(&mut self, sequence: u64, offset: u64, data: &[u8]) {
+        self.frames += 1;
         encode_files_to_agent(&mut self.queue, sequence, offset, data);
+    }
+
+    /// How many frames were queued so far.
+    #[must_use]
+    pub fn frames(&self) -> u64 {
+        self.frames
     }
 
     /// Bytes that wait to be written.
@@ -184,7 +195,7 @@ pub struct Link {
 /// The agent does not answer within the limit, or not with a reply.
 pub async fn open(instance: Instance, marker: &Marker, limit: Duration) -> Result<Link, LinkError> {
     let nonce = Nonce::new(rand::random::<[u8; NONCE_BYTES]>());
-    let mut writer = LinkWriter { stream: instance.to_agent, queue: BytesMut::new() };
+    let mut writer = LinkWriter { stream: instance.to_agent, queue: BytesMut::new(), frames: 0 };
     let mut reader = LinkReader { stream: instance.from_agent, decoder: ServerDecoder::new(nonce) };
     let opening = encode_opening(marker, AGENT_PROTOCOL_VERSION, nonce);
     // Both at once: an agent that is in the middle of sending reads nothing until somebody takes what it sends.

@@ -19,6 +19,7 @@ use std::{
 };
 
 use sandboxer_protocol::SandboxId;
+use sandboxer_runtime::AfterSave;
 use sandboxer_store::{
     Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, ManifestAt, Metadata, Prepared,
     SandboxStatus, Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
@@ -103,6 +104,8 @@ pub(crate) struct Capture {
     image: PathBuf,
     created_at: jiff::Timestamp,
     automatic: bool,
+    /// It goes on here, so that hardly anybody asks for what is saved of it.
+    goes_on: bool,
     parent: Option<CheckpointName>,
 }
 
@@ -187,8 +190,16 @@ impl Checkpoints {
     }
 
     /// What was captured, with what the next server has to know of it.
-    pub(crate) fn capture(&self, dir: tempfile::TempDir, record: &Record, automatic: bool, parent: Option<CheckpointName>) -> Capture {
-        Capture { dir, state: SavedState::of(record), image: record.image.clone(), created_at: jiff::Timestamp::now(), automatic, parent }
+    pub(crate) fn capture(
+        &self,
+        dir: tempfile::TempDir,
+        record: &Record,
+        automatic: bool,
+        after: AfterSave,
+        parent: Option<CheckpointName>,
+    ) -> Capture {
+        let (created_at, goes_on) = (jiff::Timestamp::now(), after == AfterSave::GoOn);
+        Capture { dir, state: SavedState::of(record), image: record.image.clone(), created_at, automatic, goes_on, parent }
     }
 
     /// Makes a capture durable. Nothing counts yet.
@@ -217,8 +228,12 @@ impl Checkpoints {
         Ok(manifest)
     }
 
-    /// Without it the next restore here reads the volume.
+    /// Without it the next restore here reads the volume. What a sandbox that goes on saves by itself is not kept: it would be written to this machine's disk
+    /// again and again, and the sandbox would wait for the disk at its next save.
     async fn adopt(&self, manifest: Manifest, capture: &Capture) {
+        if capture.automatic && capture.goes_on {
+            return;
+        }
         if let Err(error) = self.cache.adopt(&Arc::new(manifest), capture.dir.path()).await {
             warn!(error = error.whole(), "what was saved could not be kept in the cache");
         }

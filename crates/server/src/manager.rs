@@ -427,7 +427,8 @@ impl Manager {
     fn keep(&self, record: &Record, wire: &Wire, held: Option<(Arc<Checkpoints>, Held)>) -> Keeping {
         let Some(checkpoints) = &self.checkpoints else { return Keeping::default() };
         let place = (record.container(), self.dir(record.container()));
-        let host = SandboxHost::new(record.id, place, Arc::clone(&self.runtime), Arc::clone(checkpoints), wire.sender.clone(), None);
+        let (runtime, metrics) = (Arc::clone(&self.runtime), Arc::clone(&self.metrics));
+        let host = SandboxHost::new(record.id, place, runtime, Arc::clone(checkpoints), wire.sender.clone(), metrics, None);
         let kept = held.map(|(checkpoints, held)| {
             host.stands_on(held.lease.latest());
             let keeper = handoff::keep(&checkpoints.leases, held, Arc::clone(&host));

@@ -23,6 +23,8 @@ pub(crate) struct Metrics {
     pub(crate) clients: Gauge<i64, AtomicI64>,
     pub(crate) taken_up: Counter,
     pub(crate) saves: Counter,
+    pub(crate) autosaves_skipped: Counter,
+    pub(crate) save_pause_seconds: Histogram,
     pub(crate) snapshots: Counter,
     pub(crate) filesystem_snapshots: Counter,
     pub(crate) rollbacks: Counter,
@@ -48,6 +50,8 @@ impl Metrics {
             clients: Gauge::default(),
             taken_up: Counter::default(),
             saves: Counter::default(),
+            autosaves_skipped: Counter::default(),
+            save_pause_seconds: Histogram::new(buckets()),
             snapshots: Counter::default(),
             filesystem_snapshots: Counter::default(),
             rollbacks: Counter::default(),
@@ -71,6 +75,12 @@ impl Metrics {
         registry.register("live_sandboxes", "Sandboxes that run here now", self.live.clone());
         registry.register("clients", "WebSocket connections now", self.clients.clone());
         registry.register("saves", "Checkpoints made", self.saves.clone());
+        registry.register("autosaves_skipped", "Autosaves left out because nothing had changed", self.autosaves_skipped.clone());
+        registry.register(
+            "save_pause_seconds",
+            "How long a sandbox stood still that goes on after being saved",
+            self.save_pause_seconds.clone(),
+        );
         registry.register("snapshots", "Snapshots made of running sandboxes", self.snapshots.clone());
         registry.register("filesystem_snapshots", "Filesystem snapshots made of running sandboxes", self.filesystem_snapshots.clone());
         registry.register("rollbacks", "Sandboxes that went back to something saved", self.rollbacks.clone());

@@ -11,9 +11,10 @@ use bytes::Bytes;
 use nix::{fcntl::OFlag, sys::epoll::EpollFlags, unistd::pipe2};
 use sandboxer_protocol::agent::{ExecSpec, ExecutionNumber, ExitCause, FromAgent, PerStream, StdinRefusal, Stream, ToAgent};
 
-use super::{Agent, token, token_of, watch};
+use super::{Agent, files::Files, token, token_of, watch};
 use crate::{
     execution::{Execution, Phase, STREAMS},
+    hold,
     ipc::{self, Program, Report, Request, Serial},
     sys::{self, MAX_PIPE_BYTES, MIN_PIPE_BYTES},
 };
@@ -63,7 +64,10 @@ impl Agent {
         match message {
             // Carried out by the caller, since it opens the conversation.
             ToAgent::Hello { .. } => {}
-            ToAgent::Ping { value } => self.link.say(&FromAgent::Pong { value }),
+            ToAgent::Ping { value } => {
+                let alone = self.is_alone();
+                self.link.say(&FromAgent::Pong { value, alone });
+            }
             ToAgent::Identify { hostname, generation } => {
                 // Without a name of its own it has that of the one it was copied from, which harms nobody.
                 let _ = nix::unistd::sethostname(hostname);
@@ -121,6 +125,17 @@ impl Agent {
                 }
             }
         }
+    }
+
+    /// Whether nothing changes here until the server says something.
+    fn is_alone(&self) -> bool {
+        let busy = self.execution.as_ref().is_some_and(Execution::is_running)
+            || self.waiting.is_some()
+            || !self.killing.is_empty()
+            || !matches!(self.files, Files::Nothing);
+        // An init that is being replaced is not known to be anybody's.
+        let init = self.supervisor.ready().map(|init| init.pid);
+        !busy && init.is_some() && hold::nobody_but(init)
     }
 
     fn current(&mut self, number: ExecutionNumber) -> Option<&mut Execution> {

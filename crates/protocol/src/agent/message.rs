@@ -330,6 +330,9 @@ pub enum FromAgent {
     },
     Pong {
         value: u64,
+        /// No process of the user is there and none is being started: until the agent is told something, nothing changes here.
+        #[serde(default)]
+        alone: bool,
     },
     /// The largest process was killed because memory ran out; it belonged to no running execution or was not its main process.
     MemoryKill {

@@ -244,7 +244,7 @@ impl Session {
     /// Everything that was sent before this has been carried out.
     pub async fn settle(&mut self) {
         self.send(ToAgent::Ping { value: 7 }).await;
-        while self.control().await != (FromAgent::Pong { value: 7 }) {}
+        while !matches!(self.control().await, FromAgent::Pong { value: 7, .. }) {}
     }
 
     pub async fn remove(self, subject: &dyn Subject) {

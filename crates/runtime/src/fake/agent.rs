@@ -212,7 +212,7 @@ impl Agent {
 
     fn control(&mut self, control: ToAgent) {
         match control {
-            ToAgent::Ping { value } => self.say(&FromAgent::Pong { value }),
+            ToAgent::Ping { value } => self.say(&FromAgent::Pong { value, alone: false }),
             ToAgent::Identify { .. } => {}
             // It has said that it can't.
             ToAgent::PackFiles { .. } | ToAgent::FilesCredit { .. } | ToAgent::FilesCancel { .. } => {}

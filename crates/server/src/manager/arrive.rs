@@ -149,8 +149,9 @@ impl Manager {
             ready: Arc::clone(&ready),
             restored: Arc::clone(&restored),
         };
-        let runtime = Arc::clone(&self.runtime);
-        let host = SandboxHost::new(id, (id, self.dir(id)), runtime, Arc::clone(&checkpoints), wire.sender.clone(), Some(restorer));
+        let (runtime, metrics) = (Arc::clone(&self.runtime), Arc::clone(&self.metrics));
+        let place = (id, self.dir(id));
+        let host = SandboxHost::new(id, place, runtime, Arc::clone(&checkpoints), wire.sender.clone(), metrics, Some(restorer));
         let arrival = handoff::arrive(&checkpoints.leases, id, Arc::clone(&host), give_up).await;
         let unused = ready.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(unused) = unused.filter(|unused| unused.container.is_some()) {

@@ -101,7 +101,7 @@ impl Driver {
                 let message = "Every process of the sandbox was killed from inside. Its files are kept, and it goes on.";
                 self.tell_error(ErrorCode::ProcessesLost, message);
             }
-            FromAgent::Pong { value } => self.on_agent_pong(value),
+            FromAgent::Pong { value, alone } => self.on_agent_pong(value, alone),
             FromAgent::FilesPacked { sequence, bytes, held_us } => self.on_files_end(sequence, Ok((bytes, held_us))),
             FromAgent::FilesFailed { sequence, message, .. } => self.on_files_end(sequence, Err(message)),
             FromAgent::FilesUnpacked { .. } => debug!("files were unpacked that nobody sent"),

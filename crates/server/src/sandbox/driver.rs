@@ -564,7 +564,7 @@ impl Driver {
             if due(self.saves.due) {
                 self.save(Why::Disconnected);
             } else if due(self.saves.autosave_due) {
-                self.save(Why::Autosave);
+                self.autosave();
             }
         }
         if let Some(lifetime) = self.max_lifetime

@@ -8,7 +8,7 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use async_trait::async_trait;
@@ -26,6 +26,7 @@ use super::{driver::Command, record::Record};
 use crate::{
     checkpoints::{Capture, Checkpoints},
     manager::Restorer,
+    metrics::Metrics,
 };
 
 /// How long the driver may take to bring the conversation with the agent to a known point.
@@ -40,6 +41,7 @@ pub(crate) struct SandboxHost {
     runtime: Arc<dyn Runtime>,
     checkpoints: Arc<Checkpoints>,
     commands: mpsc::Sender<Command>,
+    metrics: Arc<Metrics>,
     /// How it is started from a checkpoint, for one that was not made here.
     restorer: Option<Restorer>,
     /// What it was when it was last captured.
@@ -62,6 +64,7 @@ impl SandboxHost {
         runtime: Arc<dyn Runtime>,
         checkpoints: Arc<Checkpoints>,
         commands: mpsc::Sender<Command>,
+        metrics: Arc<Metrics>,
         restorer: Option<Restorer>,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -70,6 +73,7 @@ impl SandboxHost {
             runtime,
             checkpoints,
             commands,
+            metrics,
             restorer,
             record: Mutex::default(),
             latest: Mutex::default(),
@@ -157,9 +161,13 @@ impl SandboxHost {
     async fn capture_into(&self, record: &Record, after: AfterSave, automatic: bool) -> Result<Capture, String> {
         let (container, dir) = self.place();
         let into = self.checkpoints.work_dir().map_err(|error| format!("no room to save into: {error}"))?;
+        let begun = Instant::now();
         self.runtime.checkpoint(container, &dir, into.path(), after).await.map_err(|error| error.to_string())?;
+        if after == AfterSave::GoOn {
+            self.metrics.save_pause_seconds.observe(begun.elapsed().as_secs_f64());
+        }
         let parent = *self.latest.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(self.checkpoints.capture(into, record, automatic, parent))
+        Ok(self.checkpoints.capture(into, record, automatic, after, parent))
     }
 
     /// Others may capture again.

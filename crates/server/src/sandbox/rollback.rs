@@ -69,7 +69,7 @@ impl Driver {
         (self.execution, self.next_number, self.packs_files) = (execution, next_number, packs_files);
         (self.kill_deadline, self.link_closed) = (None, None);
         self.generation.store(self.record.generation, Ordering::Release);
-        self.saves.go_on();
+        self.saves.begin_again();
         drop(turn);
         let mut update = StatusUpdate::new(Status::Running);
         update.rewound = Some(true);

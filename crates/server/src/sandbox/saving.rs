@@ -62,10 +62,39 @@ pub(super) enum Stillness {
     Going,
     Quieting {
         value: u64,
+        /// How many frames there were with the ping.
+        frames: u64,
         until: Instant,
         reply: oneshot::Sender<Rest>,
     },
     Still,
+}
+
+/// What is known of whether a sandbox has changed since it was saved. Where no process is but the agent, nothing happens until a frame is sent to it.
+#[derive(Debug, Default)]
+struct AtRest {
+    /// When the agent was first quiet since the save under way began: how many frames it had by then, if it was alone.
+    quiet: Option<Option<u64>>,
+    /// The same of the last save that was made.
+    saved: Option<u64>,
+}
+
+impl AtRest {
+    fn save_begins(&mut self) {
+        *self = Self::default();
+    }
+
+    fn is_quiet(&mut self, frames: u64, alone: bool) {
+        self.quiet.get_or_insert(alone.then_some(frames));
+    }
+
+    fn is_saved(&mut self) {
+        self.saved = self.quiet.take().flatten();
+    }
+
+    fn is_unchanged(&self, frames: u64) -> bool {
+        self.saved == Some(frames)
+    }
 }
 
 /// Why a save is under way.
@@ -110,6 +139,8 @@ pub(super) struct Saves {
     pub(super) autosave_due: Option<Instant>,
     last: Option<Instant>,
     pings: u64,
+    /// Whether anything can have happened in the sandbox since its last save.
+    rest: AtRest,
     /// The server is being stopped.
     pub(super) draining: bool,
     /// Its turn to be saved when the server stops.
@@ -161,9 +192,15 @@ impl Saves {
         [self.due, self.autosave_due].into_iter().flatten().min()
     }
 
-    /// The conversation with the agent is another one, and nothing holds it.
+    /// Nothing holds the conversation with the agent.
     pub(super) fn go_on(&mut self) {
         self.stillness = Stillness::Going;
+    }
+
+    /// The conversation is another one: that of a sandbox which went back.
+    pub(super) fn begin_again(&mut self) {
+        self.rest = AtRest::default();
+        self.go_on();
     }
 }
 
@@ -171,6 +208,7 @@ impl Driver {
     /// Begins a save, unless one is under way or the sandbox is not kept.
     pub(super) fn save(&mut self, why: Why) {
         let (Some(kept), Some(host)) = (&self.saves.kept, self.saves.host.clone()) else { return };
+        self.saves.rest.save_begins();
         let keeper = kept.keeper.clone();
         info!(?why, "saving");
         self.saves.due = None;
@@ -183,6 +221,16 @@ impl Driver {
             if why.ends_here() { keeper.checkpoint().await } else { keeper.save().await }
         });
         self.saves.saving = Some(Saving { why, done });
+    }
+
+    /// It is time to save by itself what may have changed.
+    pub(super) fn autosave(&mut self) {
+        if self.saves.rest.is_unchanged(self.writer.frames()) {
+            self.metrics.autosaves_skipped.inc();
+            self.saves.autosave_due = self.saves.autosave.map(|period| Instant::now() + period);
+            return;
+        }
+        self.save(Why::Autosave);
     }
 
     /// The client asked for a checkpoint.
@@ -213,6 +261,7 @@ impl Driver {
         let error = match saved {
             Ok(name) => {
                 info!(%name, "saved");
+                self.saves.rest.is_saved();
                 self.metrics.saves.inc();
                 if saving.why.ends_here() {
                     // It is ended by its lease, which says so.
@@ -314,14 +363,16 @@ impl Driver {
         self.saves.pings += 1;
         let value = self.saves.pings;
         self.writer.queue(&ToAgent::Ping { value });
-        self.saves.stillness = Stillness::Quieting { value, until: Instant::now() + QUIET_WITHIN, reply };
+        let (frames, until) = (self.writer.frames(), Instant::now() + QUIET_WITHIN);
+        self.saves.stillness = Stillness::Quieting { value, frames, until, reply };
     }
 
     /// The agent has read everything up to a ping.
-    pub(super) fn on_agent_pong(&mut self, answered: u64) {
+    pub(super) fn on_agent_pong(&mut self, answered: u64, alone: bool) {
         match std::mem::take(&mut self.saves.stillness) {
-            Stillness::Quieting { value, reply, .. } if value == answered => {
+            Stillness::Quieting { value, frames, reply, .. } if value == answered => {
                 self.saves.stillness = Stillness::Still;
+                self.saves.rest.is_quiet(frames, alone);
                 let _ = reply.send(Ok(Box::new(self.record.clone())));
             }
             other => self.saves.stillness = other,
@@ -373,5 +424,45 @@ pub(super) async fn tell_volume(kept: Kept, record: &Record, outcome: &Outcome) 
         Ok(Ok(())) => {}
         Ok(Err(error)) => warn!(error, "the volume could not be told that the sandbox ended"),
         Err(_) => warn!("the volume was not told in time that the sandbox ended"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn saved(frames: u64, alone: bool) -> AtRest {
+        let mut rest = AtRest::default();
+        rest.save_begins();
+        rest.is_quiet(frames, alone);
+        rest.is_saved();
+        rest
+    }
+
+    #[test]
+    fn only_what_was_saved_alone_and_heard_nothing_since_is_unchanged() {
+        assert!(saved(7, true).is_unchanged(7));
+        assert!(!saved(7, true).is_unchanged(8));
+        assert!(!saved(7, false).is_unchanged(7));
+        assert!(!AtRest::default().is_unchanged(0));
+    }
+
+    #[test]
+    fn a_save_that_fails_or_is_under_way_leaves_nothing_unchanged() {
+        let mut rest = saved(7, true);
+        rest.save_begins();
+        assert!(!rest.is_unchanged(7));
+        rest.is_quiet(7, true);
+        assert!(!rest.is_unchanged(7));
+    }
+
+    #[test]
+    fn what_a_snapshot_saw_later_does_not_count_for_the_save() {
+        let mut rest = AtRest::default();
+        rest.save_begins();
+        rest.is_quiet(7, true);
+        rest.is_quiet(12, true);
+        rest.is_saved();
+        assert!(rest.is_unchanged(7) && !rest.is_unchanged(12));
     }
 }

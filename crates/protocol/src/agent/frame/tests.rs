@@ -97,7 +97,7 @@ fn an_exec_carries_its_code_as_it_is() {
 #[test]
 fn the_server_hears_nothing_before_its_nonce() {
     let mut bytes = BytesMut::from(&b"half a frame of the last conversation"[..]);
-    let reply = FromAgent::Pong { value: 1 };
+    let reply = FromAgent::Pong { value: 1, alone: true };
     encode_reply_opening(&mut bytes, &Nonce::new(NONCE), &reply);
     encode_output(&mut bytes, 2, Stream::Stderr, 5, &[b"ab", b"c"]);
     for step in [1, 10, 1000] {
