@@ -32,7 +32,7 @@ pub(crate) struct Args {
     data_dir: Option<PathBuf>,
 
     /// The volume that the server keeps checkpoints on, to try how fast it is
-    #[arg(long, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR")]
+    #[arg(long, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR|URL")]
     checkpoint_path: Option<PathBuf>,
 
     /// Seconds that the server has to save everything when it is stopped

@@ -67,8 +67,15 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
     let gvisor = GvisorRuntime::open(options).await?;
     if let Some(checkpoints) = &mut settings.checkpoints {
         checkpoints.facts = Facts::here(&gvisor.features().version_text);
-        let (volume, grace) = (checkpoints.path.clone(), settings.stop_grace);
-        tokio::task::spawn_blocking(move || say_pace(&volume, grace));
+        checkpoints.place.check().await.map_err(anyhow::Error::msg).context("the volume of checkpoints")?;
+        info!(place = %checkpoints.place, "checkpoints are kept");
+        if let Some(volume) = checkpoints.place.directory().map(Path::to_owned) {
+            let grace = settings.stop_grace;
+            tokio::task::spawn_blocking(move || say_pace(&volume, grace));
+        }
+    }
+    if let Some(filesystems) = &settings.filesystems {
+        filesystems.place.check().await.map_err(anyhow::Error::msg).context("the volume of filesystem snapshots")?;
     }
     let images = Images::in_store(ImageStore::open(image_dir)?);
 

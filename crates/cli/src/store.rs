@@ -14,10 +14,10 @@ use anyhow::{Context as _, Result};
 use clap::Subcommand;
 use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
-    CheckpointName, ChunkIndex, Depth, Loader, Volume, VolumeKey,
+    CheckpointName, ChunkIndex, Depth, Loader, Place, Volume, VolumeKey,
     failpoint::FailPoints,
     key::Purpose,
-    record::{Codec, DirectoryRecords, Record, RecordStore},
+    record::{Codec, Record, RecordStore},
     verify,
 };
 use serde_json::{Value, json};
@@ -27,8 +27,8 @@ const PAGE: usize = 1000;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The volume's directory
-    #[arg(long, global = true, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR")]
+    /// The volume: a directory, or the URL of a bucket
+    #[arg(long, global = true, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR|URL")]
     checkpoint_path: Option<PathBuf>,
     /// File of the secret that authenticates what is on it
     #[arg(long, global = true, env = "SANDBOXER_VOLUME_KEY_FILE", value_name = "FILE")]
@@ -77,7 +77,7 @@ struct Keep {
 /// The volume and its records.
 struct Store {
     volume: Volume,
-    records: Arc<DirectoryRecords>,
+    records: Arc<dyn RecordStore>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
@@ -96,7 +96,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
 impl Store {
     fn open(path: &Path, key_file: Option<&Path>) -> Result<Self> {
-        let mut volume = Volume::open_directory(path)?;
+        let place = Place::at(path).map_err(anyhow::Error::msg)?;
+        let mut volume = place.volume(FailPoints::from_env()?).with_context(|| place.to_string())?;
         let mut codec = Codec::default();
         if let Some(file) = key_file {
             let key = VolumeKey::read(file)?;
@@ -104,8 +105,8 @@ impl Store {
             codec = Codec::sealed(Arc::new(move |bytes| sealing.mac(Purpose::Record, bytes)));
             volume = volume.with_key(key);
         }
-        let records = DirectoryRecords::open(path, codec, FailPoints::default()).with_context(|| path.display().to_string())?;
-        Ok(Self { volume, records: Arc::new(records) })
+        let records = place.records(codec, FailPoints::default()).with_context(|| place.to_string())?;
+        Ok(Self { volume, records })
     }
 
     /// Every record, and what is wrong with those that are none.

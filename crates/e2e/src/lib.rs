@@ -9,6 +9,7 @@
 
 mod api;
 mod binary;
+mod bucket;
 mod counting;
 mod cut;
 mod delay;
@@ -31,6 +32,7 @@ use std::time::{Duration, Instant};
 
 pub use api::Key;
 pub use binary::{command, sandboxer, stderr_of, stdout_of};
+pub use bucket::{Bucket, Trouble};
 pub use counting::{Counting, Point};
 pub use cut::{CutProxy, Fault};
 pub use delay::DelayProxy;

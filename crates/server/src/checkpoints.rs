@@ -21,13 +21,13 @@ use std::{
 use sandboxer_protocol::SandboxId;
 use sandboxer_runtime::AfterSave;
 use sandboxer_store::{
-    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, LocalStore, Manifest, ManifestAt, Metadata, Prepared,
-    SandboxStatus, Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
+    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, Manifest, ManifestAt, Metadata, Place, Prepared, SandboxStatus,
+    Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
     collect::{LONGEST_SAVE, Retention, Writer},
     failpoint::FailPoints,
     key::Purpose,
     lease::{BootClock, Leases, Spawn, Terms},
-    record::{Codec, DirectoryRecords, InstanceId, ReadError, Stored},
+    record::{Codec, InstanceId, ReadError, Stored},
 };
 use serde_json::Value;
 use tokio::{sync::Semaphore, time::Instant};
@@ -53,7 +53,7 @@ const ROOM_BYTES: u64 = 1 << 30;
 #[derive(Debug, Clone)]
 pub struct CheckpointSettings {
     /// The volume that all instances share.
-    pub path: PathBuf,
+    pub place: Place,
     /// Authenticates what is read from it.
     pub key_file: Option<PathBuf>,
     /// What is kept on this machine's own disk, so that a sandbox that comes back is there at once.
@@ -118,10 +118,10 @@ pub(crate) struct Found {
 
 impl Checkpoints {
     pub(crate) fn open(settings: CheckpointSettings, data_dir: &Path, largest_bytes: u64, tasks: TaskTracker) -> io::Result<Self> {
-        let CheckpointSettings { path, key_file, cache_bytes, terms, facts, collection } = settings;
+        let CheckpointSettings { place, key_file, cache_bytes, terms, facts, collection } = settings;
         let key = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)?;
         let points = FailPoints::from_env()?;
-        let mut volume = Volume::in_directory(LocalStore::open(&path, points.clone())?);
+        let mut volume = place.volume(points.clone())?;
         let codec = match key.clone() {
             Some(key) => Codec::sealed(Arc::new(move |bytes| key.mac(Purpose::Record, bytes))),
             None => Codec::default(),
@@ -129,7 +129,7 @@ impl Checkpoints {
         if let Some(key) = key {
             volume = volume.with_key(key);
         }
-        let records = Arc::new(DirectoryRecords::open(&path, codec, points)?);
+        let records = place.records(codec, points)?;
         let index = ChunkIndex::default();
         let loader = Loader::new(volume.clone(), index.clone());
         let work = data_dir.join("saving");

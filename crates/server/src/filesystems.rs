@@ -16,8 +16,8 @@ use std::{
 use sandboxer_layer::{Limits as ArchiveLimits, Summary};
 use sandboxer_protocol::{SandboxId, client::ErrorCode};
 use sandboxer_store::{
-    Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, LocalStore, Manifest, ManifestAt,
-    Saver, Source, Volume, VolumeKey, failpoint::FailPoints, layer_file,
+    Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, Manifest, ManifestAt, Place, Saver,
+    Source, Volume, VolumeKey, failpoint::FailPoints, layer_file,
 };
 use serde_json::Map;
 use tokio::task::spawn_blocking;
@@ -47,7 +47,7 @@ const PACK_BYTES: usize = 6 << 20;
 #[derive(Debug, Clone)]
 pub struct FilesystemSettings {
     /// The volume that all instances share.
-    pub path: PathBuf,
+    pub place: Place,
     /// Authenticates what is read from it.
     pub key_file: Option<PathBuf>,
     /// What is kept on this machine's own disk.
@@ -86,8 +86,8 @@ pub(crate) struct Template {
 
 impl Filesystems {
     pub(crate) fn open(settings: FilesystemSettings, data_dir: &Path, largest: &Limits) -> io::Result<Self> {
-        let FilesystemSettings { path, key_file, cache_bytes } = settings;
-        let mut volume = Volume::in_directory(LocalStore::open(&path, FailPoints::from_env()?)?);
+        let FilesystemSettings { place, key_file, cache_bytes } = settings;
+        let mut volume = place.volume(FailPoints::from_env()?)?;
         if let Some(key) = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)? {
             volume = volume.with_key(key);
         }

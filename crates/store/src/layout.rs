@@ -396,6 +396,12 @@ pub fn locks() -> Path {
     Path::from("locks")
 }
 
+/// The record of a sandbox; in a directory, a copy of it.
+#[must_use]
+pub fn record(sandbox: SandboxId) -> Path {
+    locks().join(format!("{sandbox}.lock"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

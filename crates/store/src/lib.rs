@@ -8,6 +8,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 // The data: chunks, packs, manifests, images.
+mod bucket;
 mod cache;
 pub mod chunker;
 pub mod collect;
@@ -26,6 +27,7 @@ mod metadata;
 mod owner;
 mod pace;
 pub mod pack;
+mod place;
 mod publish;
 mod save;
 #[cfg(feature = "testing")]
@@ -37,6 +39,7 @@ mod volume;
 pub mod lease;
 pub mod record;
 
+pub use bucket::BucketUrl;
 pub use cache::{Cache, FileSet, Origin};
 pub use contract::{Contract, Host, Mismatch};
 pub use error::{Action, Error, Fault, Result};
@@ -49,6 +52,7 @@ pub use local::LocalStore;
 pub use manifest::Manifest;
 pub use metadata::{Metadata, SandboxStatus};
 pub use pace::Pace;
+pub use place::Place;
 pub use publish::Prepared;
 pub use save::{SaveStats, Saved, Saver, Source};
 pub use verify::{Depth, Report, verify};

@@ -4,6 +4,7 @@
 //! (`change.rs`). A checkpoint counts when the record names it; nothing else on the volume decides anything. Nobody ever compares the
 //! record's times with a clock: they are for people.
 
+mod bucket;
 mod change;
 mod codec;
 #[cfg(feature = "testing")]
@@ -20,6 +21,7 @@ use uuid::Uuid;
 
 pub(crate) use self::directory::is_network;
 pub use self::{
+    bucket::BucketRecords,
     change::{Holder, NotHeld, OwnerChange, Refused, Stamp},
     codec::{BadRecord, Codec, MacFn},
     directory::{DirectoryRecords, Step, StepHook},

@@ -272,8 +272,22 @@ impl Volume {
     }
 
     pub(crate) async fn put(&self, path: &Path, payload: PutPayload, mode: PutMode) -> Result<()> {
-        self.store.put_opts(path, payload, PutOptions::from(mode)).await.map_err(|error| Error::volume("write", path, error))?;
-        Ok(())
+        let (once, written) = (mode == PutMode::Create && self.directory.is_none(), payload.clone());
+        match self.store.put_opts(path, payload, PutOptions::from(mode)).await {
+            // A bucket is asked again when its answer is lost: what is there may be this very write.
+            Err(object_store::Error::AlreadyExists { .. }) if once && self.holds(path, &written).await? => Ok(()),
+            Err(error) => Err(Error::volume("write", path, error)),
+            Ok(_) => Ok(()),
+        }
+    }
+
+    /// Whether exactly this is there.
+    async fn holds(&self, path: &Path, payload: &PutPayload) -> Result<bool> {
+        match self.read(path, payload.content_length()).await {
+            Ok(there) => Ok(payload.iter().flatten().eq(there.iter())),
+            Err(Error::NotFound { .. } | Error::Damaged { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// The whole of a file, if it is not larger than `limit`: never more is read than that.

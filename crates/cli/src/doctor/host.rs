@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::statvfs::statvfs;
 
-use sandboxer_store::Pace;
+use sandboxer_store::{Pace, Place};
 
 use super::{Finding, Machine};
 
@@ -162,7 +162,12 @@ pub(super) fn saving_at_the_end(machine: &Machine) -> Finding {
     let Some(volume) = &machine.checkpoint_path else {
         return Finding::ok(NAME, "no volume is set (CHECKPOINT_AND_RESTORE_PATH): sandboxes end with the server");
     };
-    match Pace::measure(volume) {
+    let volume = match Place::at(volume) {
+        Ok(Place::Directory(path)) => path,
+        Ok(Place::Bucket(url)) => return Finding::ok(NAME, format!("to {url}, as fast as the way there is: not tried here")),
+        Err(fault) => return Finding::missing(NAME, fault, "mount the volume, or set CHECKPOINT_AND_RESTORE_PATH to another one"),
+    };
+    match Pace::measure(&volume) {
         Ok(pace) => Finding::ok(NAME, pace.within(machine.stop_grace).to_string()),
         Err(error) => Finding::missing(
             NAME,

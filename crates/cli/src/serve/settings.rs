@@ -14,6 +14,7 @@ use sandboxer_image::ImageStore;
 use sandboxer_server::{
     Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings,
 };
+use sandboxer_store::Place;
 
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
@@ -92,11 +93,11 @@ pub(crate) struct Args {
     /// Another name by which clients may call this machine where no key is needed; may be given several times
     #[arg(long, env = "SANDBOXER_ALLOW_HOST", value_delimiter = ',', value_name = "NAME")]
     allow_host: Vec<String>,
-    /// Directory on a volume that all instances share, where checkpoints are kept; without it there are none
-    #[arg(long, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR")]
+    /// Where checkpoints are kept: a directory that all instances share, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; without it there are none
+    #[arg(long, env = "CHECKPOINT_AND_RESTORE_PATH", value_name = "DIR|URL")]
     checkpoint_path: Option<PathBuf>,
-    /// Directory on a volume that all instances share, where filesystem snapshots are kept; without it there are none
-    #[arg(long, env = "FILESYSTEM_SNAPSHOT_MOUNT_PATH", value_name = "DIR")]
+    /// Where filesystem snapshots are kept, likewise; without it there are none
+    #[arg(long, env = "FILESYSTEM_SNAPSHOT_MOUNT_PATH", value_name = "DIR|URL")]
     filesystem_snapshot_path: Option<PathBuf>,
     /// File of a secret that authenticates what is on these volumes: all instances have the same
     #[arg(long, env = "SANDBOXER_VOLUME_KEY_FILE", value_name = "FILE")]
@@ -217,8 +218,8 @@ impl Args {
         settings.key_limits =
             KeyLimits { sandboxes: bound(self.key_max_sandboxes), creates_per_minute: bound(self.key_creates_per_minute) };
         settings.tls = tls.flatten();
-        settings.checkpoints = checkpoint_path.flatten().map(|path| CheckpointSettings {
-            path,
+        settings.checkpoints = checkpoint_path.flatten().map(|place| CheckpointSettings {
+            place,
             key_file: self.volume_key_file.clone(),
             cache_bytes: self.cache_mb.saturating_mul(1024 * 1024),
             terms: Terms::of_lease(Duration::from_secs_f64(self.lease)),
@@ -229,8 +230,8 @@ impl Args {
                 longest_save: Duration::from_secs_f64(self.longest_save),
             },
         });
-        settings.filesystems = filesystem_path.flatten().map(|path| FilesystemSettings {
-            path,
+        settings.filesystems = filesystem_path.flatten().map(|place| FilesystemSettings {
+            place,
             key_file: self.volume_key_file.clone(),
             cache_bytes: self.cache_mb.saturating_mul(1024 * 1024),
         });
@@ -307,12 +308,13 @@ impl Args {
 }
 
 /// It has to be there and to be written to, all the same who started the server and where.
-fn volume(name: &str, path: Option<&Path>) -> Result<Option<PathBuf>, String> {
+fn volume(name: &str, path: Option<&Path>) -> Result<Option<Place>, String> {
     let Some(path) = path.filter(|path| !path.as_os_str().is_empty()) else { return Ok(None) };
-    let fault = |what: &str| format!("{name}: {}: {what}", path.display());
-    let path = path.canonicalize().map_err(|error| fault(&error.to_string()))?;
-    tempfile::tempfile_in(&path).map_err(|error| fault(&format!("it can't be written to: {error}")))?;
-    Ok(Some(path))
+    let place = Place::at(path).map_err(|fault| format!("{name}: {fault}"))?;
+    if let Some(path) = place.directory() {
+        tempfile::tempfile_in(path).map_err(|error| format!("{name}: {}: it can't be written to: {error}", path.display()))?;
+    }
+    Ok(Some(place))
 }
 
 fn default_data_dir() -> Option<PathBuf> {
