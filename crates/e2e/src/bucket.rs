@@ -18,7 +18,6 @@ use tokio::{
 
 use crate::{DEADLINE, Options, Server, http};
 
-const NAME: &str = "sandboxes";
 const PREFIX: &str = "some/where";
 
 /// What the way to the bucket does to a request.
@@ -47,6 +46,8 @@ pub struct Bucket {
 }
 
 impl Bucket {
+    pub const NAME: &'static str = "sandboxes";
+
     /// # Panics
     /// `scripts/setup --dev` has not been run.
     pub async fn start() -> Self {
@@ -63,9 +64,8 @@ impl Bucket {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         let mut made = TcpStream::connect(server).await.unwrap();
-        made.write_all(format!("PUT /{NAME} HTTP/1.1\r\nHost: {server}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").as_bytes())
-            .await
-            .unwrap();
+        let request = format!("PUT /{} HTTP/1.1\r\nHost: {server}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", Self::NAME);
+        made.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
         made.read_to_string(&mut answer).await.unwrap();
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -79,7 +79,7 @@ impl Bucket {
 
     #[must_use]
     pub fn url(&self) -> String {
-        format!("s3://{NAME}/{PREFIX}")
+        format!("s3://{}/{PREFIX}", Self::NAME)
     }
 
     /// What a program has to know to find it.
@@ -200,7 +200,7 @@ async fn one(mut client: TcpStream, server: SocketAddr, trouble: Trouble, number
     let torn = begins + (answer.len() - begins) / 2;
     match trouble {
         Trouble::Lossy if number % 10 == 8 => Ok(()),
-        Trouble::Torn if number % 5 == 0 && torn < answer.len() => writing.write_all(&answer[..torn]).await,
+        Trouble::Torn if number.is_multiple_of(5) && torn < answer.len() => writing.write_all(&answer[..torn]).await,
         _ => writing.write_all(&answer).await,
     }
 }
