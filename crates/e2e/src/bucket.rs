@@ -18,6 +18,13 @@ use tokio::{
 
 use crate::{DEADLINE, Options, Server, http};
 
+/// `moto_server` with one thread: between several of them its conditional writes are not atomic, since it looks first and writes later.
+const SERVER: &str = "\
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+run_simple('127.0.0.1', int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
+";
 const PREFIX: &str = "some/where";
 
 /// What the way to the bucket does to a request.
@@ -51,12 +58,12 @@ impl Bucket {
     /// # Panics
     /// `scripts/setup --dev` has not been run.
     pub async fn start() -> Self {
-        let program = moto();
+        let program = python();
         assert!(program.exists(), "{} is missing; scripts/setup --dev installs it", program.display());
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let server = SocketAddr::from(([127, 0, 0, 1], port));
         let mut command = Command::new(program);
-        command.args(["-H", "127.0.0.1", "-p", &port.to_string()]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.args(["-c", SERVER, &port.to_string()]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().unwrap();
         let begun = Instant::now();
         while !http::try_get(server, "/", &[]).is_ok_and(|answer| answer.status == 200) {
@@ -68,7 +75,7 @@ impl Bucket {
         made.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
         made.read_to_string(&mut answer).await.unwrap();
-        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert!(answer.starts_with("HTTP/1.0 200"), "{answer}");
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let proxy = listener.local_addr().unwrap();
         let (trouble, requests) = (Arc::new(Mutex::new(Trouble::None)), Arc::default());
@@ -152,10 +159,11 @@ impl Drop for Bucket {
     }
 }
 
-fn moto() -> PathBuf {
+/// The one that has moto.
+fn python() -> PathBuf {
     let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let data = data.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share")));
-    data.unwrap().join("sandboxer/buckets-venv/bin/moto_server")
+    data.unwrap().join("sandboxer/buckets-venv/bin/python")
 }
 
 /// One request a connection.
