@@ -45,7 +45,7 @@ pub enum Trouble {
 
 /// `moto`'s S3, which ends with this.
 pub struct Bucket {
-    child: Child,
+    _child: Ending,
     server: SocketAddr,
     proxy: SocketAddr,
     trouble: Arc<Mutex<Trouble>>,
@@ -62,9 +62,16 @@ impl Bucket {
         assert!(program.exists(), "{} is missing; scripts/setup --dev installs it", program.display());
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let server = SocketAddr::from(([127, 0, 0, 1], port));
-        let mut command = Command::new(program);
-        command.args(["-c", SERVER, &port.to_string()]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let child = command.spawn().unwrap();
+        // It ends with us however we end.
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--pdeathsig", "KILL"])
+            .arg(program)
+            .args(["-c", SERVER, &port.to_string()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let child = Ending(command.spawn().unwrap());
         let begun = Instant::now();
         while !http::try_get(server, "/", &[]).is_ok_and(|answer| answer.status == 200) {
             assert!(begun.elapsed() < DEADLINE, "the S3 server does not answer");
@@ -79,7 +86,7 @@ impl Bucket {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let proxy = listener.local_addr().unwrap();
         let (trouble, requests) = (Arc::new(Mutex::new(Trouble::None)), Arc::default());
-        let bucket = Self { child, server, proxy, trouble, requests };
+        let bucket = Self { _child: child, server, proxy, trouble, requests };
         bucket.pass_on(listener);
         bucket
     }
@@ -152,10 +159,12 @@ impl Bucket {
     }
 }
 
-impl Drop for Bucket {
+struct Ending(Child);
+
+impl Drop for Ending {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 

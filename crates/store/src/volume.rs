@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
+use object_store::{ListResult, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use sandboxer_protocol::SandboxId;
 
 use crate::error::{Error, Fault, Result};
@@ -23,6 +23,9 @@ use crate::record::Nonce;
 const MAX_METADATA_BYTES: usize = 1 << 20;
 const MAX_LATEST_BYTES: usize = 256;
 const LOOKS_AT_ONCE: usize = 8;
+/// Between a list that was torn and the next try.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// A handle; cloning is cheap.
 #[derive(Debug, Clone)]
@@ -141,7 +144,7 @@ impl Volume {
     /// The volume can't be listed.
     pub async fn sandboxes(&self) -> Result<Vec<SandboxId>> {
         let root = Path::default();
-        let listed = self.store.list_with_delimiter(None).await.map_err(|error| Error::volume("list", &root, error))?;
+        let listed = self.list(None).await.map_err(|error| Error::volume("list", &root, error))?;
         let mut ids: Vec<SandboxId> = listed.common_prefixes.iter().filter_map(|dir| dir.filename()?.parse().ok()).collect();
         ids.sort_unstable();
         Ok(ids)
@@ -188,7 +191,7 @@ impl Volume {
     /// Every pack with its bytes.
     pub(crate) async fn all_packs(&self) -> Result<BTreeMap<(Tenant, PackId), u64>> {
         let dir = layout::all_packs();
-        let listed = match self.store.list_with_delimiter(Some(&dir)).await {
+        let listed = match self.list(Some(&dir)).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(BTreeMap::new()),
             other => other.map_err(|error| Error::volume("list", &dir, error))?,
         };
@@ -235,13 +238,27 @@ impl Volume {
         }
     }
 
+    /// A client asks a bucket again for everything but a list whose answer ends too early.
+    async fn list(&self, dir: Option<&Path>) -> object_store::Result<ListResult> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match self.store.list_with_delimiter(dir).await {
+                Err(object_store::Error::Generic { .. }) if self.directory.is_none() && pause < LONGEST_PAUSE => {
+                    tokio::time::sleep(pause).await;
+                    pause *= 2;
+                }
+                done => return done,
+            }
+        }
+    }
+
     pub(crate) async fn names<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>> {
         Ok(self.listed(dir, parse).await?.into_iter().map(|(name, _)| name).collect())
     }
 
     /// Names with their bytes, in order.
     pub(crate) async fn listed<T: Ord>(&self, dir: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<(T, u64)>> {
-        let listed = match self.store.list_with_delimiter(Some(dir)).await {
+        let listed = match self.list(Some(dir)).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(Vec::new()),
             other => other.map_err(|error| Error::volume("list", dir, error))?,
         };
