@@ -58,7 +58,7 @@ impl Place {
     pub fn volume(&self, points: FailPoints) -> io::Result<Volume> {
         match self {
             Self::Directory(path) => Ok(Volume::in_directory(LocalStore::open(path, points)?)),
-            Self::Bucket(url) => Ok(Volume::on(Bucket::open(url)?.data)),
+            Self::Bucket(url) => Ok(Volume::on(Bucket::open(url)?.data).asking_again()),
         }
     }
 

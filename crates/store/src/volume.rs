@@ -33,6 +33,8 @@ pub struct Volume {
     store: Arc<dyn ObjectStore>,
     /// The same, where it is a directory.
     directory: Option<Arc<LocalStore>>,
+    /// Its client asks again where an answer is lost, and so do we.
+    asks_again: bool,
     key: Option<Arc<VolumeKey>>,
 }
 
@@ -49,13 +51,20 @@ impl Volume {
     #[must_use]
     pub fn in_directory(store: LocalStore) -> Self {
         let store = Arc::new(store);
-        Self { directory: Some(Arc::clone(&store)), store, key: None }
+        Self { directory: Some(Arc::clone(&store)), store, asks_again: false, key: None }
     }
 
     /// The volume on any store whose writes are durable when they return.
     #[must_use]
     pub fn on(store: Arc<dyn ObjectStore>) -> Self {
-        Self { store, directory: None, key: None }
+        Self { store, directory: None, asks_again: false, key: None }
+    }
+
+    /// The same on a store whose client repeats a request that got no answer.
+    #[must_use]
+    pub(crate) fn asking_again(mut self) -> Self {
+        self.asks_again = true;
+        self
     }
 
     /// Everything read has to be authenticated with this key, everything written is.
@@ -243,7 +252,7 @@ impl Volume {
         let mut pause = FIRST_PAUSE;
         loop {
             match self.store.list_with_delimiter(dir).await {
-                Err(object_store::Error::Generic { .. }) if self.directory.is_none() && pause < LONGEST_PAUSE => {
+                Err(object_store::Error::Generic { .. }) if self.asks_again && pause < LONGEST_PAUSE => {
                     tokio::time::sleep(pause).await;
                     pause *= 2;
                 }
@@ -289,7 +298,7 @@ impl Volume {
     }
 
     pub(crate) async fn put(&self, path: &Path, payload: PutPayload, mode: PutMode) -> Result<()> {
-        let (once, written) = (mode == PutMode::Create && self.directory.is_none(), payload.clone());
+        let (once, written) = (mode == PutMode::Create && self.asks_again, payload.clone());
         match self.store.put_opts(path, payload, PutOptions::from(mode)).await {
             // A bucket is asked again when its answer is lost: what is there may be this very write.
             Err(object_store::Error::AlreadyExists { .. }) if once && self.holds(path, &written).await? => Ok(()),
