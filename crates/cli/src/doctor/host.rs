@@ -165,7 +165,13 @@ pub(super) fn saving_at_the_end(machine: &Machine) -> Finding {
     let volume = match Place::at(volume) {
         Ok(Place::Directory(path)) => path,
         Ok(Place::Bucket(url)) => return Finding::ok(NAME, format!("to {url}, as fast as the way there is: not tried here")),
-        Err(fault) => return Finding::missing(NAME, fault, "mount the volume, or set CHECKPOINT_AND_RESTORE_PATH to another one"),
+        Err(fault) => {
+            return Finding::missing(
+                NAME,
+                format!("the volume can't be written: {fault}"),
+                "mount the volume, or set CHECKPOINT_AND_RESTORE_PATH to another one",
+            );
+        }
     };
     match Pace::measure(&volume) {
         Ok(pace) => Finding::ok(NAME, pace.within(machine.stop_grace).to_string()),

@@ -103,10 +103,10 @@ impl Node {
         }
     }
 
-    /// One collection by somebody who has seen nothing before.
-    pub(super) async fn collect(&self) -> bool {
+    /// Somebody who has seen nothing before.
+    pub(super) fn newcomer(&self) -> Collector {
         let terms = Terms { retention: RETENTION, longest_save: LONGEST, remember: Some(Duration::ZERO) };
-        Collector::new(self.volume.clone(), self.link.clone(), self.clock.clone(), name_of(self.index), terms).collect().await.is_ok()
+        Collector::new(self.volume.clone(), self.link.clone(), self.clock.clone(), name_of(self.index), terms)
     }
 
     async fn work(self: &Arc<Self>) {
