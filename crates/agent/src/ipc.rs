@@ -55,6 +55,7 @@ pub(crate) struct Program {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Report {
+    /// With the root that programs see.
     Ready,
     /// With the agent's end of the terminal, if there is one.
     Started {

@@ -282,6 +282,7 @@ mod tests {
             last_number: None,
             identifies: true,
             files: true,
+            single_files: true,
         }
     }
 

@@ -1,8 +1,8 @@
-//! The upper layer of an overlay as an archive, piece by piece.
+//! The upper layer of an overlay as an archive, piece by piece; or any other directory.
 //!
 //! Deletions are character devices 0:0, and directories that hide what is below carry an attribute: that is how overlays keep them. Nothing may
 //! change while it is read; a file that does all the same is an error. Entries come in the order of their names, so equal trees give equal
-//! archives.
+//! archives. What is mounted in the directory is not gone into.
 
 use std::{
     collections::HashMap,
@@ -44,6 +44,10 @@ pub struct Packer {
     doing: Doing,
     out: Vec<u8>,
     content: u64,
+    /// Where the directory itself is; others are mounted there.
+    device: Option<u64>,
+    /// That a file is written to while it is read is no fault.
+    live: bool,
 }
 
 /// A directory that is being gone through.
@@ -62,6 +66,7 @@ enum Doing {
         file: File,
         entry: Box<Entry>,
         scan: Scan,
+        seen: Seen,
     },
     /// Its content, part by part, the next one last.
     Reading {
@@ -70,8 +75,16 @@ enum Doing {
         left: u64,
         parts: Vec<Extent>,
         stored: u64,
+        seen: Seen,
     },
     Done,
+}
+
+/// By what it is known that a file is still as it was: size and time.
+type Seen = (i64, i64, i64);
+
+fn seen(about: &FileStat) -> Seen {
+    (about.st_size, about.st_mtime, about.st_mtime_nsec)
 }
 
 impl Packer {
@@ -80,8 +93,32 @@ impl Packer {
     /// # Errors
     /// It can't be opened.
     pub fn new(upper: &Path) -> io::Result<Self> {
-        let root = nix::fcntl::open(upper, DIRECTORY, Mode::empty())?;
-        Ok(Self { levels: Vec::new(), links: HashMap::new(), doing: Doing::Root(root), out: Vec::new(), content: 0 })
+        Ok(Self::of(nix::fcntl::open(upper, DIRECTORY, Mode::empty())?, false))
+    }
+
+    /// Of a directory. `live`: its files may be written to meanwhile; of each comes as much as there was when it was its turn.
+    #[must_use]
+    pub fn of(root: OwnedFd, live: bool) -> Self {
+        Self { levels: Vec::new(), links: HashMap::new(), doing: Doing::Root(root), out: Vec::new(), content: 0, device: None, live }
+    }
+
+    /// Goes on until at least so many bytes are there, or all, or for so many steps.
+    ///
+    /// # Errors
+    /// Something can't be read, or put into an archive.
+    pub fn go_on(&mut self, steps: usize, wanted: usize) -> io::Result<()> {
+        for _ in 0..steps {
+            if self.out.len() >= wanted || self.is_done() {
+                break;
+            }
+            self.step()?;
+        }
+        Ok(())
+    }
+
+    /// What is there so far.
+    pub fn out(&mut self) -> &mut Vec<u8> {
+        &mut self.out
     }
 
     /// Goes on until at least so many bytes are there, or all. Returns them.
@@ -105,29 +142,30 @@ impl Packer {
         match std::mem::replace(&mut self.doing, Doing::Walking) {
             Doing::Root(root) => {
                 let about = fstat(&root)?;
+                self.device = Some(about.st_dev);
                 self.directory(root, Vec::new(), &about)
             }
             Doing::Walking => self.walk(),
-            Doing::Scanning { mut file, entry, mut scan } => {
+            Doing::Scanning { mut file, entry, mut scan, seen } => {
                 let Kind::File { size } = entry.kind else { return Ok(()) };
                 let mut buffer = vec![0; READ_BYTES];
                 let wanted = usize::try_from(size - scan.position()).unwrap_or(usize::MAX).min(READ_BYTES);
                 file.read_exact(&mut buffer[..wanted]).map_err(|error| changed(&entry.path, error))?;
                 scan.push(&buffer[..wanted]);
                 if scan.position() < size {
-                    self.doing = Doing::Scanning { file, entry, scan };
+                    self.doing = Doing::Scanning { file, entry, scan, seen };
                     return Ok(());
                 }
                 file.rewind()?;
-                self.begin(file, &entry, scan.finish(HOLES_WORTH_BYTES));
+                self.begin(file, &entry, scan.finish(HOLES_WORTH_BYTES), seen);
                 Ok(())
             }
-            Doing::Reading { mut file, path, left, parts, stored } => {
+            Doing::Reading { mut file, path, left, parts, stored, seen } => {
                 let wanted = usize::try_from(left).unwrap_or(usize::MAX).min(READ_BYTES);
                 let start = self.out.len();
                 self.out.resize(start + wanted, 0);
                 file.read_exact(&mut self.out[start..]).map_err(|error| changed(&path, error))?;
-                self.go_on(file, path, left - wanted as u64, parts, stored)
+                self.read_on(file, path, left - wanted as u64, parts, stored, seen)
             }
             Doing::Done => {
                 self.doing = Doing::Done;
@@ -146,7 +184,11 @@ impl Packer {
             self.levels.pop();
             return Ok(());
         };
-        let about = fstatat(&level.dir, &*name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+        let about = match fstatat(&level.dir, &*name, AtFlags::AT_SYMLINK_NOFOLLOW) {
+            // Removed since its directory was read.
+            Err(nix::Error::ENOENT) => return Ok(()),
+            about => about?,
+        };
         let mut path = level.path.clone();
         if !path.is_empty() {
             path.push(b'/');
@@ -155,12 +197,16 @@ impl Packer {
         let open = |flags: OFlag| openat(&level.dir, &*name, flags, Mode::empty());
         let kind = match SFlag::from_bits_truncate(about.st_mode & SFlag::S_IFMT.bits()) {
             SFlag::S_IFDIR => {
-                let dir = open(DIRECTORY)?;
-                return self.directory(dir, path, &about);
+                return match open(DIRECTORY) {
+                    Err(nix::Error::ENOENT) => Ok(()),
+                    dir => self.directory(dir?, path, &about),
+                };
             }
             SFlag::S_IFREG => {
-                let file = File::from(open(OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NOATIME)?);
-                return self.file(file, &path, &about);
+                return match open(OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NOATIME) {
+                    Err(nix::Error::ENOENT) => Ok(()),
+                    file => self.file(file?.into(), &path, &about),
+                };
             }
             SFlag::S_IFLNK => Kind::Symlink { target: readlinkat(&level.dir, &*name)?.as_bytes().to_vec() },
             SFlag::S_IFIFO => Kind::Fifo,
@@ -187,6 +233,10 @@ impl Packer {
             put_head(&mut self.out, &Entry { path: parsed, kind: Kind::Opaque, meta: Meta::default() }, None);
         }
         let mut names: Vec<CString> = Vec::new();
+        if self.device.is_some_and(|device| device != about.st_dev) {
+            // Something else is mounted here.
+            return Ok(());
+        }
         for entry in Dir::from_fd(dir.try_clone()?)?.iter() {
             let name = entry?.file_name().to_owned();
             if !matches!(name.to_bytes(), b"." | b"..") {
@@ -211,27 +261,27 @@ impl Packer {
         let (xattrs, _) = xattr::read(file.as_fd())?;
         let entry = Entry { path, kind: Kind::File { size }, meta: Meta { xattrs, ..meta(about) } };
         if size >= HOLES_FROM_BYTES {
-            self.doing = Doing::Scanning { file, entry: Box::new(entry), scan: Scan::default() };
+            self.doing = Doing::Scanning { file, entry: Box::new(entry), scan: Scan::default(), seen: seen(about) };
         } else {
-            self.begin(file, &entry, None);
+            self.begin(file, &entry, None, seen(about));
         }
         Ok(())
     }
 
     /// Writes its head; its content comes next.
-    fn begin(&mut self, file: File, entry: &Entry, extents: Option<Vec<Extent>>) {
+    fn begin(&mut self, file: File, entry: &Entry, extents: Option<Vec<Extent>>, seen: Seen) {
         let Kind::File { size } = entry.kind else { return };
         put_head(&mut self.out, entry, extents.as_deref());
         let mut parts = extents.unwrap_or_else(|| vec![Extent { offset: 0, length: size }]);
         let stored = parts.iter().map(|part| part.length).sum();
         parts.reverse();
         // It is at its start, so there is nothing to seek that could fail; a first part that lies further on is gone to next.
-        self.doing = Doing::Reading { file, path: entry.path.clone(), left: 0, parts, stored };
+        self.doing = Doing::Reading { file, path: entry.path.clone(), left: 0, parts, stored, seen };
     }
 
-    fn go_on(&mut self, mut file: File, path: EntryPath, left: u64, mut parts: Vec<Extent>, stored: u64) -> io::Result<()> {
+    fn read_on(&mut self, mut file: File, path: EntryPath, left: u64, mut parts: Vec<Extent>, stored: u64, was: Seen) -> io::Result<()> {
         if left > 0 {
-            self.doing = Doing::Reading { file, path, left, parts, stored };
+            self.doing = Doing::Reading { file, path, left, parts, stored, seen: was };
             return Ok(());
         }
         match parts.pop().filter(|part| part.length > 0) {
@@ -239,9 +289,14 @@ impl Packer {
                 if part.offset > 0 {
                     file.seek(SeekFrom::Start(part.offset))?;
                 }
-                self.doing = Doing::Reading { file, path, left: part.length, parts, stored };
+                self.doing = Doing::Reading { file, path, left: part.length, parts, stored, seen: was };
             }
-            None => put_padding(&mut self.out, stored),
+            None => {
+                if !self.live && stored > 0 && seen(&fstat(&file)?) != was {
+                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{path}: it was changed while it was read")));
+                }
+                put_padding(&mut self.out, stored);
+            }
         }
         Ok(())
     }
@@ -277,11 +332,11 @@ fn parse(path: &[u8]) -> io::Result<EntryPath> {
 fn changed(path: &EntryPath, error: io::Error) -> io::Error {
     let why =
         if error.kind() == io::ErrorKind::UnexpectedEof { "it became shorter while it was read".to_owned() } else { error.to_string() };
-    io::Error::other(format!("{path}: {why}"))
+    io::Error::new(error.kind(), format!("{path}: {why}"))
 }
 
 /// gVisor counts backwards before 1970, and tells the negative nanoseconds as a positive number of 32 bits.
-fn time(seconds: i64, nanos: i64) -> Time {
+pub(crate) fn time(seconds: i64, nanos: i64) -> Time {
     const SECOND: i64 = 1_000_000_000;
     let nanos = if nanos >= SECOND { nanos - (1 << 32) } else { nanos };
     let forwards = u32::try_from(nanos.rem_euclid(SECOND)).unwrap_or(0);

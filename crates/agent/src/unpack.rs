@@ -1,4 +1,4 @@
-//! An archive as the upper layer of an overlay.
+//! An archive as the upper layer of an overlay, or into a directory that is in use.
 //!
 //! Whoever made the archive may be hostile. Everything is done relative to open directories, one component at a time, and no link is ever
 //! followed, so nothing outside of the layer is reached, whatever the archive says.
@@ -6,7 +6,7 @@
 mod place;
 
 use std::{
-    ffi::OsStr,
+    ffi::{OsStr, OsString},
     fs::File,
     io,
     os::{
@@ -17,7 +17,7 @@ use std::{
 };
 
 use nix::{
-    fcntl::{AtFlags, OFlag, openat},
+    fcntl::{AtFlags, OFlag, openat, renameat},
     sys::{
         stat::{FchmodatFlags, Mode, SFlag, UtimensatFlags, fchmod, fchmodat, futimens, mkdirat, mknodat, utimensat},
         time::TimeSpec,
@@ -27,7 +27,7 @@ use nix::{
 use sandboxer_layer::{Decoder, Entry, EntryPath, Fault, Kind, Limits, Meta, Sink, Summary, Time, Xattr};
 
 use self::place::{Found, Place};
-use crate::xattr;
+use crate::{guest::create_beside, xattr};
 
 /// Holes are whole pages.
 const PAGE: usize = 4096;
@@ -69,8 +69,16 @@ impl Unpacker {
     /// # Errors
     /// One of them can't be opened.
     pub fn new(upper: &Path, lower: Option<&Path>, limits: Limits) -> io::Result<Self> {
-        let layer = Layer { place: Place::new(upper, lower)?, file: None, times: Vec::new() };
+        let layer = Layer { place: Place::new(upper, lower)?, file: None, times: Vec::new(), in_use: false };
         Ok(Self { decoder: Decoder::new(limits), layer })
+    }
+
+    /// Into a directory that others may use meanwhile: a file gets its name when it is whole, the directory itself stays what it is, and nothing is deleted
+    /// but what something else takes the place of.
+    #[must_use]
+    pub fn into_tree(dir: OwnedFd, limits: Limits) -> Self {
+        let layer = Layer { place: Place::of(dir), file: None, times: Vec::new(), in_use: true };
+        Self { decoder: Decoder::new(limits), layer }
     }
 
     /// Takes the next bytes.
@@ -107,6 +115,8 @@ struct Writing {
     size: u64,
     /// How much of it is really there.
     written: u64,
+    /// The name that it has until it is whole.
+    temporary: Option<OsString>,
 }
 
 struct Layer {
@@ -114,6 +124,18 @@ struct Layer {
     file: Option<Writing>,
     /// Of directories: set when nothing more is put into them.
     times: Vec<(EntryPath, Time)>,
+    /// It is no layer, but a directory that others use.
+    in_use: bool,
+}
+
+impl Drop for Layer {
+    fn drop(&mut self) {
+        if let Some(Writing { path, temporary: Some(temporary), .. }) = self.file.take()
+            && let Ok(parent) = self.place.parent(&path)
+        {
+            let _ = unlinkat(parent, &*temporary, UnlinkatFlags::NoRemoveDir);
+        }
+    }
 }
 
 impl Sink for Layer {
@@ -121,6 +143,22 @@ impl Sink for Layer {
 
     fn entry(&mut self, entry: Entry) -> Result<(), Failure> {
         let Entry { path, kind, meta } = entry;
+        if self.in_use {
+            if matches!(kind, Kind::Opaque | Kind::Whiteout) {
+                return Err(Failure::Refused(format!("{path}: a deletion, which only the layer of an image has")));
+            }
+            if path.is_root() {
+                return Ok(());
+            }
+            if let Kind::File { size } = kind {
+                if self.place.look(&path)? == Found::Directory {
+                    return Err(Failure::Refused(format!("{path}: something else in the place of a directory")));
+                }
+                let (file, temporary) = create_beside(self.place.parent(&path)?).map_err(at_errno(&path))?;
+                self.file = Some(Writing { file, path, meta, size, written: 0, temporary: Some(temporary) });
+                return Ok(());
+            }
+        }
         if kind == Kind::Opaque {
             let dir = self.place.directory(&path)?;
             return xattr::set(dir, xattr::OPAQUE.to_bytes(), b"y").map_err(at(&path));
@@ -134,7 +172,7 @@ impl Sink for Layer {
             && let Some(file) = self.create(&path, &name)?
         {
             // Nothing was there, as nearly always.
-            self.file = Some(Writing { file, path, meta, size, written: 0 });
+            self.file = Some(Writing { file, path, meta, size, written: 0, temporary: None });
             return Ok(());
         }
         let found = self.place.look(&path)?;
@@ -159,7 +197,7 @@ impl Sink for Layer {
         match kind {
             Kind::File { size } => {
                 let file = self.create(&path, &name)?.ok_or_else(|| at_errno(&path)(nix::Error::EEXIST))?;
-                self.file = Some(Writing { file, path, meta, size, written: 0 });
+                self.file = Some(Writing { file, path, meta, size, written: 0, temporary: None });
                 return Ok(());
             }
             Kind::Directory => {
@@ -199,17 +237,23 @@ impl Sink for Layer {
     }
 
     fn end(&mut self) -> Result<(), Failure> {
-        let Some(Writing { file, path, meta, size, written }) = self.file.take() else { return Ok(()) };
+        let Some(Writing { file, path, meta, size, written, temporary }) = &self.file else { return Ok(()) };
         if written < size {
-            file.set_len(size).map_err(at(&path))?;
+            file.set_len(*size).map_err(at(path))?;
         }
         if (meta.uid, meta.gid) != (0, 0) {
             // What root has just made is root's.
-            own(file.as_fd(), &path, &meta)?;
+            own(file.as_fd(), path, meta)?;
         }
-        set(file.as_fd(), &path, &meta)?;
+        set(file.as_fd(), path, meta)?;
         let time = spec(meta.mtime);
-        futimens(&file, &time, &time).map_err(at_errno(&path))
+        futimens(file, &time, &time).map_err(at_errno(path))?;
+        if let (Some(temporary), Some((_, name))) = (temporary, path.split()) {
+            let parent = self.place.parent(path)?;
+            renameat(parent, &**temporary, parent, name).map_err(at_errno(path))?;
+        }
+        self.file = None;
+        Ok(())
     }
 }
 
@@ -273,7 +317,7 @@ fn set(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failur
 }
 
 /// The parts of it that are not pages of zeros.
-fn runs(bytes: &[u8]) -> impl Iterator<Item = std::ops::Range<usize>> {
+pub(crate) fn runs(bytes: &[u8]) -> impl Iterator<Item = std::ops::Range<usize>> {
     let zero = |page: &[u8]| page.len() == PAGE && page.chunks(256).all(|part| part.iter().fold(0, |all, byte| all | byte) == 0);
     let mut at = 0;
     std::iter::from_fn(move || {

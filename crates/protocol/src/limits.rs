@@ -21,6 +21,12 @@ pub const OUTPUT_CREDIT_BYTES: u64 = 2 * MIB as u64;
 pub const MAX_FILES_PIECE_BYTES: usize = 256 * 1024;
 /// What the agent may send of an archive beyond what the server has taken.
 pub const FILES_CREDIT_BYTES: u64 = 4 * MIB as u64;
+/// What the agent may send of a single file beyond what the server has passed on.
+pub const FILE_CREDIT_BYTES: u64 = 2 * MIB as u64;
+/// What is done with single files at once in one sandbox.
+pub const MAX_FILE_TRANSFERS: usize = 16;
+/// Names in one part of a directory.
+pub const MAX_FILE_LIST: u32 = 1000;
 /// What a client is told of a message that is no request.
 pub const MAX_COMPLAINT_BYTES: usize = 1024;
 /// An `execution_id`.

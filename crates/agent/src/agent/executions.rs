@@ -75,10 +75,21 @@ impl Agent {
                 self.tell_generation();
             }
             ToAgent::PackFiles { sequence, credit } => self.pack_files(sequence, credit),
-            ToAgent::FilesCredit { sequence, upto } => self.credit_files(sequence, upto),
-            ToAgent::FilesCancel { sequence } => self.cancel_files(sequence),
+            // The server's numbers are never those of both.
+            ToAgent::FilesCredit { sequence, upto } => {
+                self.credit_files(sequence, upto);
+                self.credit_file(sequence, upto);
+            }
+            ToAgent::FilesCancel { sequence } => {
+                self.cancel_files(sequence);
+                self.cancel_file(sequence);
+            }
             ToAgent::UnpackFiles { sequence } => self.unpack_files(sequence),
-            ToAgent::FilesEnd { sequence } => self.end_files(sequence),
+            ToAgent::FilesEnd { sequence } => {
+                self.end_files(sequence);
+                self.end_file(sequence);
+            }
+            ToAgent::File { sequence, ask, credit } => self.begin_file(sequence, ask, credit),
             ToAgent::StdinEof { number, offset } => {
                 // Once it has ended, nobody is left to tell.
                 if let Some(execution) = self.current(number).filter(|execution| execution.is_running())
@@ -315,6 +326,7 @@ impl Agent {
         match report {
             Report::Ready => {
                 self.supervisor.became_ready();
+                self.transfers.root = descriptors.into_iter().next();
                 if std::mem::take(&mut self.restarting) {
                     self.link.say(&FromAgent::NamespaceRestarted);
                 }
@@ -449,6 +461,8 @@ impl Agent {
         // What it said before it went still counts.
         self.read_init();
         self.supervisor.ended(Instant::now());
+        // Of what was mounted there nothing is left.
+        self.transfers.root = None;
         self.restarting = true;
         self.killing.clear();
         match self.execution.as_ref().map(|execution| &execution.phase) {

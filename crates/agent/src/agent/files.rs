@@ -168,13 +168,18 @@ impl Agent {
             return Err(io::Error::other("something was run already"));
         }
         self.supervisor.hold();
+        self.drop_transfers();
+        self.transfers.root = None;
         setup::clear_layer()?;
-        let limits = Limits {
+        Unpacker::new(Path::new(setup::UPPER), Some(Path::new(setup::BASE)), self.archive_limits())
+    }
+
+    pub(super) fn archive_limits(&self) -> Limits {
+        Limits {
             bytes: self.config.disk_bytes.saturating_mul(ARCHIVE_FACTOR).saturating_add(ARCHIVE_ROOM_BYTES),
             content: self.config.disk_bytes.saturating_mul(ARCHIVE_FACTOR).saturating_add(ARCHIVE_ROOM_BYTES),
             entries: self.config.disk_inodes.saturating_mul(2),
-        };
-        Unpacker::new(Path::new(setup::UPPER), Some(Path::new(setup::BASE)), limits)
+        }
     }
 
     pub(super) fn take_files(&mut self, number: u64, from: u64, data: &Bytes) {

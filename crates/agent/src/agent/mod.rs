@@ -6,6 +6,7 @@
 mod executions;
 mod files;
 mod lingering;
+mod transfers;
 
 use std::{
     io,
@@ -87,6 +88,7 @@ pub(crate) struct Agent {
     killing: Vec<executions::Killing>,
     lingering: Lingering,
     files: files::Files,
+    transfers: transfers::Transfers,
     memory: Option<MemoryWatch>,
     scratch: Box<[u8]>,
 }
@@ -139,6 +141,7 @@ impl Agent {
             killing: Vec::new(),
             lingering: Lingering::default(),
             files: files::Files::default(),
+            transfers: transfers::Transfers::default(),
             memory,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
         })
@@ -203,6 +206,7 @@ impl Agent {
                 // Nobody there: as with no client.
                 Heard::Gone => {
                     self.drop_files();
+                    self.drop_transfers();
                     if let Some(execution) = &mut self.execution {
                         execution.pause();
                     }
@@ -232,6 +236,7 @@ impl Agent {
         }
         self.link.flush();
         more |= self.send_files(now);
+        more |= self.go_on_with_files();
         more |= self.lingering.drain(&mut self.scratch);
         self.watch_memory(now);
         self.watch_start(now);
@@ -282,6 +287,7 @@ impl Agent {
             AgentEvent::Opened => {
                 self.link.close();
                 self.drop_files();
+                self.drop_transfers();
                 if let Some(execution) = &mut self.execution {
                     execution.pause();
                 }
@@ -299,6 +305,7 @@ impl Agent {
                     last_number: self.last_number,
                     identifies: true,
                     files: true,
+                    single_files: true,
                 };
                 self.link.answer_opening(&nonce, &reply);
             }
@@ -307,7 +314,10 @@ impl Agent {
             ToAgentFrame::Control(message) => self.control(message),
             ToAgentFrame::Exec { spec, code } => self.begin(spec, &code),
             ToAgentFrame::Stdin { number, offset, data } => self.take_input(number, offset, data),
-            ToAgentFrame::Files { sequence, offset, data } => self.take_files(sequence, offset, &data),
+            ToAgentFrame::Files { sequence, offset, data } => {
+                self.take_files(sequence, offset, &data);
+                self.take_file(sequence, offset, &data);
+            }
         }
     }
 

@@ -15,10 +15,12 @@ use std::{
 };
 
 use nix::{
+    fcntl::OFlag,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         signal::{SigSet, SigmaskHow, Signal, sigprocmask},
         signalfd::{SfdFlags, SignalFd},
+        stat::Mode,
     },
 };
 
@@ -52,7 +54,7 @@ pub(crate) fn run() -> io::Result<()> {
     // Every program inherits this, too; the Rust runtime had it ignored. Blocked, it does no harm here.
     // SAFETY: restoring the default installs no handler.
     unsafe { nix::sys::signal::signal(Signal::SIGPIPE, nix::sys::signal::SigHandler::SigDfl) }?;
-    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
+    nix::sys::stat::umask(Mode::from_bits_truncate(0o022));
     let mut signals = SigSet::empty();
     signals.add(Signal::SIGCHLD);
     let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
@@ -64,7 +66,9 @@ pub(crate) fn run() -> io::Result<()> {
     // Dropping capabilities may have changed it.
     sys::set_not_dumpable()?;
     let mut init = Init { socket, main: None };
-    init.report(&Report::Ready, &[])?;
+    let root = nix::fcntl::open("/", OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
+    init.report(&Report::Ready, &[root.as_raw_fd()])?;
+    drop(root);
     loop {
         let mut waiting = [PollFd::new(socket, PollFlags::POLLIN), PollFd::new(children.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::NONE) {

@@ -41,6 +41,11 @@ impl Place {
         Ok(Self { root: open(upper)?, lower: lower.map(open).transpose()?, open: Vec::new() })
     }
 
+    /// Below an open directory.
+    pub(super) fn of(root: Directory) -> Self {
+        Self { root, lower: None, open: Vec::new() }
+    }
+
     /// The directory that an entry is in. Made if it is not there.
     pub(super) fn parent(&mut self, path: &EntryPath) -> Result<BorrowedFd<'_>, Failure> {
         self.walk(path.as_path().parent().unwrap_or_else(|| Path::new("")), path)

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::Nonce;
+use super::{FileAbout, FileAsk, FileFault, Nonce};
 use crate::ExecutionId;
 
 /// The number of an execution within its sandbox, given by the server and rising. Frames refer to an execution by it.
@@ -193,9 +193,17 @@ pub enum ToAgent {
     UnpackFiles {
         sequence: u64,
     },
-    /// All of it was sent. Answered by [`FromAgent::FilesUnpacked`].
+    /// All of it was sent. Answered by [`FromAgent::FilesUnpacked`], or of a single file by [`FromAgent::FileDone`].
     FilesEnd {
         sequence: u64,
+    },
+    /// Something is to be done with a single file or directory. What is sent of it is sent up to `credit` bytes, then as [`ToAgent::FilesCredit`] says;
+    /// what is to be taken follows [`FromAgent::FileOpened`] in frames of its own, up to [`ToAgent::FilesEnd`]; [`ToAgent::FilesCancel`] ends either. For an
+    /// agent that said `single_files`.
+    File {
+        sequence: u64,
+        ask: FileAsk,
+        credit: u64,
     },
 }
 
@@ -292,6 +300,9 @@ pub enum FromAgent {
         /// It packs and unpacks files.
         #[serde(default)]
         files: bool,
+        /// It understands [`ToAgent::File`].
+        #[serde(default)]
+        single_files: bool,
     },
     Started {
         number: ExecutionNumber,
@@ -356,6 +367,29 @@ pub enum FromAgent {
         sequence: u64,
         reason: FilesFault,
         message: String,
+    },
+    /// Before anything that is sent of a file, or taken.
+    FileOpened {
+        sequence: u64,
+        about: Option<FileAbout>,
+        /// Where what is sent begins in it.
+        start: u64,
+        /// How much will be sent, if that is known.
+        length: Option<u64>,
+    },
+    /// Behind all that was sent.
+    FileDone {
+        sequence: u64,
+        /// How much was sent.
+        bytes: u64,
+        about: Option<FileAbout>,
+    },
+    FileFailed {
+        sequence: u64,
+        fault: FileFault,
+        message: String,
+        /// How large the file is, where that is why.
+        size: Option<u64>,
     },
 }
 

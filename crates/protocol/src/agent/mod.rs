@@ -26,11 +26,16 @@
 //! [`ToAgent::Ack`] frees what is held for replay.
 //!
 //! The file system travels as an archive in pieces, each with its offset: from the agent under a credit of its own, to the agent as the FIFO
-//! takes them. It is not held for replay: a conversation that ends in the middle of it leaves nothing behind.
+//! takes them. It is not held for replay: a conversation that ends in the middle of it leaves nothing behind. Single files travel in the same frames, several
+//! at a time, each under the number that the server gave it: [`ToAgent::File`] begins one, [`FromAgent::FileDone`] or [`FromAgent::FileFailed`] ends it.
 
+mod file;
 mod frame;
 mod message;
+mod raw;
 mod signal;
+
+pub use file::{ByteRange, FileAbout, FileAsk, FileFault, FileKind, FileList};
 
 pub use frame::{
     AgentDecoder, AgentEvent, Corrupt, MARKER_BYTES, Marker, NONCE_BYTES, Nonce, ServerDecoder, encode_opening, encode_to_agent,
@@ -39,6 +44,7 @@ pub use frame::{
     encode_exec, encode_files_from_agent, encode_files_to_agent, encode_from_agent, encode_output, encode_reply_opening, encode_stdin,
 };
 pub use message::*;
+pub use raw::{GuestPath, NoPath, Raw};
 pub use signal::{signal_name, signal_number};
 
 /// The version of this conversation. A sandbox restored later still has the agent it was saved with, so a server speaks to an agent

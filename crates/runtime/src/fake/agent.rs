@@ -175,6 +175,7 @@ impl Agent {
                         last_number: self.last_number,
                         identifies: true,
                         files: false,
+                        single_files: false,
                     };
                     encode_reply_opening(&mut self.out, &nonce, &reply);
                 }
@@ -216,7 +217,7 @@ impl Agent {
             ToAgent::Identify { .. } => {}
             // It has said that it can't.
             ToAgent::PackFiles { .. } | ToAgent::FilesCredit { .. } | ToAgent::FilesCancel { .. } => {}
-            ToAgent::UnpackFiles { .. } | ToAgent::FilesEnd { .. } => {}
+            ToAgent::UnpackFiles { .. } | ToAgent::FilesEnd { .. } | ToAgent::File { .. } => {}
             ToAgent::Hello { .. } | ToAgent::Resize { .. } => {}
             ToAgent::StdinEof { number, offset } => {
                 let Some(execution) = self.numbered(number) else { return };

@@ -1,0 +1,128 @@
+//! Removing something, with all that is in it if that is wanted. No link is followed.
+
+use std::{
+    ffi::{CString, OsString},
+    os::{fd::OwnedFd, unix::ffi::OsStringExt as _},
+};
+
+use nix::{
+    dir::Dir,
+    errno::Errno,
+    fcntl::openat,
+    sys::stat::Mode,
+    unistd::{UnlinkatFlags, unlinkat},
+};
+use sandboxer_protocol::agent::{FileFault, GuestPath};
+
+use super::{
+    fault::{Fault, at},
+    place::{DIRECTORY, Place},
+};
+
+/// Names that are held of a directory, and removed in one go.
+const NAMES_AT_ONCE: usize = 512;
+/// Each is an open directory.
+const MAX_DEPTH: usize = 1024;
+
+/// A tree that is being removed.
+pub struct Removing {
+    path: String,
+    levels: Vec<Level>,
+}
+
+/// A directory that is being emptied.
+struct Level {
+    /// Where it is in.
+    parent: OwnedFd,
+    name: CString,
+    dir: OwnedFd,
+    /// Some of what is in it.
+    names: Vec<CString>,
+}
+
+impl Removing {
+    /// None: it is removed already.
+    pub(super) fn new(place: &Place, path: &GuestPath, recursive: bool) -> Result<Option<Self>, Fault> {
+        let fault = at(path);
+        let Some(name) = &place.name else {
+            return Err(Fault::new(FileFault::Denied, path, "the root itself can't be removed, nor what ends in .."));
+        };
+        let name = CString::new(OsString::into_vec(name.clone())).map_err(|_| fault(Errno::EINVAL))?;
+        match unlinkat(&place.dir, &*name, UnlinkatFlags::NoRemoveDir) {
+            Ok(()) => return Ok(None),
+            Err(Errno::EISDIR | Errno::EPERM) => {}
+            Err(error) => return Err(fault(error)),
+        }
+        match unlinkat(&place.dir, &*name, UnlinkatFlags::RemoveDir) {
+            Ok(()) => Ok(None),
+            Err(Errno::ENOTEMPTY | Errno::EEXIST) if recursive => {
+                let parent = place.dir.try_clone().map_err(|error| Fault::of_io(&path.to_string(), &error))?;
+                let mut removing = Self { path: path.to_string(), levels: Vec::new() };
+                removing.enter(parent, name)?;
+                Ok(Some(removing))
+            }
+            Err(Errno::EEXIST) => Err(fault(Errno::ENOTEMPTY)),
+            Err(error) => Err(fault(error)),
+        }
+    }
+
+    fn enter(&mut self, parent: OwnedFd, name: CString) -> Result<(), Fault> {
+        if self.levels.len() >= MAX_DEPTH {
+            return Err(Fault::new(FileFault::TooLong, &self.path, "it is too deep to be removed from outside"));
+        }
+        let dir = openat(&parent, &*name, DIRECTORY, Mode::empty()).map_err(at(&self.path))?;
+        self.levels.push(Level { parent, name, dir, names: Vec::new() });
+        Ok(())
+    }
+
+    /// Goes on for a while. Returns whether it is done.
+    pub(super) fn go_on(&mut self) -> Result<bool, Fault> {
+        let path = self.path.clone();
+        let fault = at(&path);
+        for _ in 0..NAMES_AT_ONCE {
+            let Some(level) = self.levels.last_mut() else { return Ok(true) };
+            let Some(name) = level.names.pop() else {
+                level.names = some_names(&level.dir).map_err(&fault)?;
+                if level.names.is_empty() {
+                    match unlinkat(&level.parent, &*level.name, UnlinkatFlags::RemoveDir) {
+                        // Somebody has put something into it since: that is removed too.
+                        Err(Errno::ENOTEMPTY | Errno::EEXIST) => continue,
+                        Ok(()) | Err(Errno::ENOENT) => {}
+                        Err(error) => return Err(fault(error)),
+                    }
+                    self.levels.pop();
+                }
+                continue;
+            };
+            match unlinkat(&level.dir, &*name, UnlinkatFlags::NoRemoveDir) {
+                Ok(()) | Err(Errno::ENOENT) => {}
+                Err(Errno::EISDIR | Errno::EPERM) => match unlinkat(&level.dir, &*name, UnlinkatFlags::RemoveDir) {
+                    Ok(()) | Err(Errno::ENOENT) => {}
+                    Err(Errno::ENOTEMPTY | Errno::EEXIST) => {
+                        let parent = level.dir.try_clone().map_err(|error| Fault::of_io(&path, &error))?;
+                        self.enter(parent, name)?;
+                    }
+                    Err(error) => return Err(fault(error)),
+                },
+                Err(error) => return Err(fault(error)),
+            }
+        }
+        Ok(false)
+    }
+}
+
+fn some_names(dir: &OwnedFd) -> Result<Vec<CString>, Errno> {
+    // Opened anew: a directory that was read before goes on where that ended.
+    let again = openat(dir, c".", DIRECTORY, Mode::empty())?;
+    let mut names = Vec::new();
+    for entry in Dir::from_fd(again)?.iter() {
+        let name = entry?.file_name().to_owned();
+        if !matches!(name.to_bytes(), b"." | b"..") {
+            names.push(name);
+            if names.len() >= NAMES_AT_ONCE {
+                break;
+            }
+        }
+    }
+    Ok(names)
+}
