@@ -47,7 +47,12 @@ const STEPS: usize = 64;
 pub enum Begun {
     Done(Option<FileAbout>),
     /// There is more to be done.
-    Going { work: Work, about: Option<FileAbout>, start: u64, length: Option<u64> },
+    Going {
+        work: Work,
+        about: Option<FileAbout>,
+        start: u64,
+        length: Option<u64>,
+    },
 }
 
 /// What is done piece by piece.
@@ -100,9 +105,7 @@ pub fn begin(root: BorrowedFd<'_>, ask: FileAsk, limits: Limits) -> Result<Begun
             })
         }
         FileAsk::Rename { path, to, replace } => rename(root, &path, &to, replace).map(|about| Begun::Done(Some(about))),
-        FileAsk::MakeDirectory { path, mode, parents } => {
-            make_directory(root, &path, mode, parents).map(|about| Begun::Done(Some(about)))
-        }
+        FileAsk::MakeDirectory { path, mode, parents } => make_directory(root, &path, mode, parents).map(|about| Begun::Done(Some(about))),
         FileAsk::Pack { path, live } => {
             let packer = Packer::of(place::directory(root, &path, false)?, live);
             let source = Source::Archive { path: path.to_string(), packer: Box::new(packer) };
@@ -215,7 +218,8 @@ fn make_directory(root: BorrowedFd<'_>, path: &GuestPath, mode: Option<u32>, par
     };
     match mkdirat(&place.dir, Path::new(name), Mode::from_bits_truncate(NEW_DIRECTORY)) {
         Ok(()) => {
-            let made = nix::fcntl::openat(&place.dir, Path::new(name), place::DIRECTORY | OFlag::O_CLOEXEC, Mode::empty()).map_err(at(path))?;
+            let made =
+                nix::fcntl::openat(&place.dir, Path::new(name), place::DIRECTORY | OFlag::O_CLOEXEC, Mode::empty()).map_err(at(path))?;
             fchmod(&made, Mode::from_bits_truncate(mode.unwrap_or(NEW_DIRECTORY) & 0o7777)).map_err(at(path))?;
             Ok(about(&nix::sys::stat::fstat(&made).map_err(at(path))?, None))
         }

@@ -14,6 +14,8 @@ pub struct Answer {
     /// As sent, names in lower case.
     pub headers: Vec<(String, String)>,
     pub body: String,
+    /// The same as it came.
+    pub bytes: Vec<u8>,
 }
 
 impl Answer {
@@ -47,7 +49,7 @@ pub const UPGRADE: [(&str, &str); 4] = [
 /// # Errors
 /// The server does not answer.
 pub fn request(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)]) -> io::Result<Answer> {
-    exchange(address, method, path, headers, "", Duration::from_secs(10))
+    exchange(address, method, path, headers, b"", Duration::from_secs(10))
 }
 
 /// The same with a body of JSON, and for work that may take minutes.
@@ -56,10 +58,18 @@ pub fn request(address: SocketAddr, method: &str, path: &str, headers: &[(&str, 
 /// The server does not answer.
 pub fn json(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)], body: &Value) -> io::Result<Answer> {
     let body = if body.is_null() { String::new() } else { body.to_string() };
-    exchange(address, method, path, headers, &body, Duration::from_secs(300))
+    exchange(address, method, path, headers, body.as_bytes(), Duration::from_secs(300))
 }
 
-fn exchange(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)], body: &str, within: Duration) -> io::Result<Answer> {
+/// The same with any body, and an answer that may be any bytes.
+///
+/// # Errors
+/// The server does not answer, or its answer breaks off.
+pub fn bytes(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> io::Result<Answer> {
+    exchange(address, method, path, headers, body, Duration::from_secs(300))
+}
+
+fn exchange(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8], within: Duration) -> io::Result<Answer> {
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
     stream.set_read_timeout(Some(within))?;
     let mut text = format!("{method} {path} HTTP/1.1\r\n");
@@ -72,10 +82,19 @@ fn exchange(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &st
     for (name, value) in headers {
         text += &format!("{name}: {value}\r\n");
     }
-    if method == "POST" || !body.is_empty() {
+    if matches!(method, "POST" | "PUT") || !body.is_empty() {
         text += &format!("Content-Length: {}\r\n", body.len());
     }
-    stream.write_all((text + "\r\n" + body).as_bytes())?;
+    stream.write_all((text + "\r\n").as_bytes())?;
+    stream.write_all(body)?;
+    answer(&mut stream, method)
+}
+
+/// Reads the answer to what was sent.
+///
+/// # Errors
+/// There is none, or it breaks off.
+pub fn answer(stream: &mut TcpStream, method: &str) -> io::Result<Answer> {
     let mut bytes = Vec::new();
     let end = loop {
         if let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") {
@@ -94,7 +113,8 @@ fn exchange(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &st
         lines.filter_map(|line| line.split_once(':')).map(|(name, value)| (name.to_lowercase(), value.trim().to_owned())).collect();
     let mut body = bytes.split_off(end + 4);
     let length = headers.iter().find(|(name, _)| name == "content-length").and_then(|(_, value)| value.parse::<usize>().ok());
-    if status != 101 {
+    let chunked = headers.iter().any(|(name, value)| name == "transfer-encoding" && value == "chunked");
+    if status != 101 && method != "HEAD" {
         match length {
             Some(length) if length > body.len() => {
                 let start = body.len();
@@ -104,8 +124,25 @@ fn exchange(address: SocketAddr, method: &str, path: &str, headers: &[(&str, &st
             Some(_) => {}
             None => {
                 stream.read_to_end(&mut body)?;
+                if chunked {
+                    body = unchunked(&body).ok_or(io::ErrorKind::UnexpectedEof)?;
+                }
             }
         }
     }
-    Ok(Answer { status, headers, body: String::from_utf8_lossy(&body).into_owned() })
+    Ok(Answer { status, headers, body: String::from_utf8_lossy(&body).into_owned(), bytes: body })
+}
+
+/// None: it has no end.
+fn unchunked(mut body: &[u8]) -> Option<Vec<u8>> {
+    let mut whole = Vec::new();
+    loop {
+        let line = body.windows(2).position(|window| window == b"\r\n")?;
+        let length = usize::from_str_radix(std::str::from_utf8(&body[..line]).ok()?, 16).ok()?;
+        if length == 0 {
+            return Some(whole);
+        }
+        whole.extend_from_slice(body.get(line + 2..line + 2 + length)?);
+        body = body.get(line + 2 + length + 2..)?;
+    }
 }

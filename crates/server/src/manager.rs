@@ -65,6 +65,7 @@ use crate::{
         last_use::LastUse,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
         saving::Kept,
+        transfers,
     },
     settings::Settings,
     tenants::{Place, Tenants},
@@ -141,6 +142,11 @@ impl Handle {
         let (reply, answer) = oneshot::channel();
         self.commands.send(Command::Ask { ask, reply }).await.ok()?;
         answer.await.ok()
+    }
+
+    /// Has something done with a single file. False: the sandbox is gone from here.
+    pub(crate) async fn file(&self, order: transfers::Order) -> bool {
+        self.commands.send(Command::File(order)).await.is_ok()
     }
 
     /// Ends a sandbox that nobody has heard of.
@@ -480,7 +486,7 @@ impl Manager {
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
         };
         let running = running.identified(&record);
-        let Running { reader, writer, ended, execution, next_number, files: packs_files, .. } = running;
+        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, .. } = running;
         let roller = self.roller();
         let manager = Arc::clone(self);
         let token_sha256 = record.token_sha256.clone();
@@ -513,6 +519,7 @@ impl Manager {
             last_use: handle.last_use.clone(),
             filesystems: self.filesystems.clone(),
             packs_files,
+            single_files,
         });
         self.lock().insert(id, handle.clone());
         self.leave_too(&handle);
@@ -783,6 +790,8 @@ struct Running {
     identifies: bool,
     /// The agent packs and unpacks files.
     files: bool,
+    /// It does what is asked of single files.
+    single_files: bool,
 }
 
 impl Running {
@@ -803,11 +812,16 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
         end = ended.wait() => return Err(end.to_string()),
     };
     match opened {
-        Ok(Link { hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, .. }, reader, writer, ended }) => {
+        Ok(Link {
+            hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, single_files, .. },
+            reader,
+            writer,
+            ended,
+        }) => {
             let last = execution.as_ref().map_or(0, |execution| execution.number).max(last_number.unwrap_or(0));
             let next_number = last.saturating_add(1);
             let execution = execution.map(Execution::taken_up);
-            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies, files } })
+            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies, files, single_files } })
         }
         Ok(_) => Err(LinkError::NotAReply.to_string()),
         // The agent's end closes a moment before the runtime knows why.

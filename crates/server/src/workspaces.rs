@@ -27,7 +27,7 @@ use tracing::{info, warn};
 
 use self::busy::{Busy, Key};
 pub(crate) use self::{
-    native::{Native, NativeError, NativeSandbox, NotDeleted, configuration},
+    native::{Broken, Going, Native, NativeError, NativeSandbox, NotDeleted, configuration},
     restore::{MAX_COUNT, RestoreOrder},
 };
 

@@ -12,7 +12,7 @@ use nix::{
     fcntl::{OFlag, openat},
     sys::{
         stat::{FileStat, Mode, fstat},
-        statfs::{CGROUP2_SUPER_MAGIC, CGROUP_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs},
+        statfs::{CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC, FsType, PROC_SUPER_MAGIC, SYSFS_MAGIC, fstatfs},
     },
 };
 use sandboxer_protocol::agent::{ByteRange, FileAbout, FileFault, FileKind, GuestPath};

@@ -39,6 +39,7 @@ pub(crate) struct RolledBack {
     pub(crate) next_number: u64,
     /// Its agent can send its files.
     pub(crate) packs_files: bool,
+    pub(crate) single_files: bool,
     /// Held until it has taken over.
     pub(crate) turn: OwnedSemaphorePermit,
 }
@@ -122,8 +123,8 @@ impl Roller {
             warn!(%error, "the record of the sandbox could not be written");
         }
         going.host.moved_to(record.container(), launch.dir.clone());
-        let Running { reader, writer, ended, execution, next_number, files: packs_files, .. } = running.identified(&record);
-        Ok(Box::new(RolledBack { record, dir: launch.dir, reader, writer, ended, execution, next_number, packs_files, turn }))
+        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, .. } = running.identified(&record);
+        Ok(Box::new(RolledBack { record, dir: launch.dir, reader, writer, ended, execution, next_number, packs_files, single_files, turn }))
     }
 
     /// Ends the container that was left behind, in the background.

@@ -104,6 +104,9 @@ impl Driver {
             FromAgent::Pong { value, alone } => self.on_agent_pong(value, alone),
             FromAgent::FilesPacked { sequence, bytes, held_us } => self.on_files_end(sequence, Ok((bytes, held_us))),
             FromAgent::FilesFailed { sequence, message, .. } => self.on_files_end(sequence, Err(message)),
+            FromAgent::FileOpened { sequence, about, start, length } => self.on_file_opened(sequence, about, start, length),
+            FromAgent::FileDone { sequence, bytes, about } => self.on_file_done(sequence, bytes, about),
+            FromAgent::FileFailed { sequence, fault, message, size } => self.on_file_failed(sequence, fault, &message, size),
             FromAgent::FilesUnpacked { .. } => debug!("files were unpacked that nobody sent"),
             FromAgent::HelloReply { .. } => debug!("an answer to an opening that nobody made"),
         }

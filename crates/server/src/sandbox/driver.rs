@@ -46,6 +46,7 @@ use super::{
     last_use::LastUse,
     record::Record,
     saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
+    transfers::{self, Push, Transfers},
 };
 use crate::{
     manager::{RolledBack, Roller},
@@ -91,6 +92,8 @@ pub(crate) enum Command {
         ask: Ask,
         reply: asks::Reply,
     },
+    /// It wants something done with a single file.
+    File(transfers::Order),
     /// Another instance wants the sandbox.
     AskedFor {
         reply: oneshot::Sender<Consent>,
@@ -259,8 +262,11 @@ pub(crate) struct Driver {
     pub(super) packs_files: bool,
     /// A filesystem snapshot under way.
     pub(super) packing: Option<Packing>,
-    /// How many there were.
-    pub(super) packed: u64,
+    /// The agent can do what is asked of single files.
+    pub(super) single_files: bool,
+    pub(super) transfers: Transfers,
+    /// How much was done with files so far: each has its number.
+    pub(super) file_numbers: u64,
 }
 
 /// What a driver starts from.
@@ -291,6 +297,7 @@ pub(crate) struct Start {
     pub(crate) last_use: LastUse,
     pub(crate) filesystems: files::Kept,
     pub(crate) packs_files: bool,
+    pub(crate) single_files: bool,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -310,6 +317,8 @@ enum Event {
     Snapshotted(Result<Manifest, String>),
     RolledBack(Result<Box<RolledBack>, String>),
     Packing(Progress),
+    /// Of a single file: what comes of it; none: nobody wants it any longer.
+    File(u64, Option<Push>),
     /// The lease is certain again.
     MayAct,
 }
@@ -339,6 +348,7 @@ impl Driver {
             last_use,
             filesystems,
             packs_files,
+            single_files,
         } = start;
         let now = Instant::now();
         let autosave = record.config.autosave;
@@ -377,7 +387,9 @@ impl Driver {
             filesystems,
             packs_files,
             packing: None,
-            packed: 0,
+            single_files,
+            transfers: Transfers::default(),
+            file_numbers: 0,
         }
     }
 
@@ -427,6 +439,10 @@ impl Driver {
                     self.on_packing(progress);
                     None
                 }
+                Event::File(sequence, push) => {
+                    self.on_push(sequence, push);
+                    None
+                }
                 Event::RolledBack(rolled) => {
                     self.on_rolled_back(rolled);
                     None
@@ -434,6 +450,7 @@ impl Driver {
             };
             let outcome = outcome.or_else(|| self.take_waiting());
             self.take_ask();
+            self.begin_transfers();
             if let Some(outcome) = outcome {
                 return self.finish(outcome).await;
             }
@@ -451,6 +468,10 @@ impl Driver {
                 }
             }
             Command::Ask { ask, reply } => self.on_ask(ask, reply),
+            Command::File(order) => {
+                self.last_use.note();
+                self.on_order(order);
+            }
             Command::Abandon => return Some(Outcome::Drained),
             Command::AskedFor { reply } => self.on_asked_for(reply),
             Command::Leave { turn } => return self.on_turn_to_leave(turn),
@@ -479,7 +500,8 @@ impl Driver {
         let deadline = self.next_deadline();
         let link_open = self.link_closed.is_none();
         let crowded = self.client.as_ref().is_some_and(|client| client.outbox.is_full());
-        let agent_crowded = self.writer.backlog() >= MAX_AGENT_BACKLOG;
+        let backlog = self.writer.backlog();
+        let agent_crowded = backlog >= MAX_AGENT_BACKLOG;
         let may_write = self.saves.may_write();
         // A process that was stopped finds out here that its time is over, before it does by an event.
         let may_act = self.saves.may_act();
@@ -510,6 +532,7 @@ impl Driver {
             made = under_way(snapshot.as_mut()) => return Event::Snapshotted(made),
             rolled = under_way(self.rollback.as_mut()) => return Event::RolledBack(rolled),
             progress = packing(self.packing.as_mut()) => return Event::Packing(progress),
+            (sequence, push) = self.transfers.next(backlog), if may_serve => return Event::File(sequence, push),
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
             permit = reserve(outgoing) => permit,
@@ -544,7 +567,8 @@ impl Driver {
             return [quieting, self.link_closed, asked].into_iter().flatten().min();
         }
         let save = self.saves.next_due();
-        [idle, lifetime, execution, grace, silence, save, self.knock_deadline, self.kill_deadline, self.link_closed]
+        let stalled = self.transfers.deadline();
+        [idle, lifetime, execution, grace, silence, save, stalled, self.knock_deadline, self.kill_deadline, self.link_closed]
             .into_iter()
             .flatten()
             .min()
@@ -560,6 +584,7 @@ impl Driver {
             }
             return None;
         }
+        self.give_up_transfers(now);
         if self.saves.saving.is_none() && self.rollback.is_none() {
             if due(self.saves.due) {
                 self.save(Why::Disconnected);
@@ -620,7 +645,10 @@ impl Driver {
     /// With a client attached or a program running a sandbox is never idle. Since when it is, is written down: a server that is restarted
     /// does not begin to count anew.
     fn note_idleness(&mut self) {
-        let busy = self.client.is_some() || self.packing.is_some() || self.execution.as_ref().is_some_and(Execution::is_live);
+        let busy = self.client.is_some()
+            || self.packing.is_some()
+            || !self.transfers.is_empty()
+            || self.execution.as_ref().is_some_and(Execution::is_live);
         match (busy, self.idle_since) {
             (true, None) | (false, Some(_)) => return,
             (true, Some(_)) => {

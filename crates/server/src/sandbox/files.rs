@@ -85,6 +85,10 @@ impl Driver {
             let message = "A filesystem snapshot is being made. Wait for SANDBOX_FILESYSTEM_SNAPSHOT_CREATED.";
             return Err((ErrorCode::NotNow, message.to_owned()));
         }
+        if self.transfers.write() {
+            let message = "Files of this sandbox are being written from outside. Wait until that is done.";
+            return Err((ErrorCode::NotNow, message.to_owned()));
+        }
         if !self.packs_files {
             return Err(filesystems::failed("this sandbox was made by an older version of this server, whose agent can't do it"));
         }
@@ -100,10 +104,10 @@ impl Driver {
             let _ = say_ready.send(());
             filesystems.keep(order, spool, Form::Plain, may_act).await
         };
-        self.packed += 1;
+        self.file_numbers += 1;
         let Pieces { sender, taken } = pieces;
         self.packing = Some(Packing {
-            sequence: self.packed,
+            sequence: self.file_numbers,
             ready: Some(ready),
             pieces: Some(sender),
             taken,
@@ -163,8 +167,9 @@ impl Driver {
 
     /// A piece of the archive. An error is a break of the agent's protocol.
     pub(super) fn on_files(&mut self, sequence: u64, offset: u64, data: Bytes) -> Result<(), &'static str> {
-        // What was on its way when it was given up.
-        let Some(packing) = self.packing.as_mut().filter(|packing| packing.sequence == sequence) else { return Ok(()) };
+        let Some(packing) = self.packing.as_mut().filter(|packing| packing.sequence == sequence) else {
+            return self.on_file_data(sequence, offset, data);
+        };
         let end = packing.received.saturating_add(data.len() as u64);
         if packing.ready.is_some() || packing.pieces.is_none() || offset != packing.received || end > packing.granted {
             return Err("files that were not asked for");

@@ -28,5 +28,6 @@ mod requests;
 pub(crate) mod rollback;
 pub(crate) mod saving;
 mod snapshots;
+pub(crate) mod transfers;
 
 pub(crate) use execution::Execution;

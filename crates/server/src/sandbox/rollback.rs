@@ -58,7 +58,7 @@ impl Driver {
                 return;
             }
         };
-        let RolledBack { record, dir, reader, writer, ended, execution, next_number, packs_files, turn } = rolled;
+        let RolledBack { record, dir, reader, writer, ended, execution, next_number, packs_files, single_files, turn } = rolled;
         info!(generation = record.generation, "rolled back");
         self.metrics.rollbacks.inc();
         let left = (self.record.container(), std::mem::replace(&mut self.dir, dir));
@@ -67,6 +67,8 @@ impl Driver {
         }
         (self.record, self.reader, self.writer, self.ended) = (record, reader, writer, ended);
         (self.execution, self.next_number, self.packs_files) = (execution, next_number, packs_files);
+        self.single_files = single_files;
+        self.cut_transfers();
         (self.kill_deadline, self.link_closed) = (None, None);
         self.generation.store(self.record.generation, Ordering::Release);
         self.saves.begin_again();

@@ -2,6 +2,7 @@
 //! are asked for by their id.
 
 mod filesystems;
+mod transfers;
 mod travel;
 
 use std::{sync::Arc, time::Duration};
@@ -14,13 +15,16 @@ use sandboxer_protocol::{
 use sandboxer_store::SnapshotId;
 use serde_json::{Map, Value};
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{Semaphore, mpsc, watch},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-pub(crate) use self::travel::NativeError;
+pub(crate) use self::{
+    transfers::{Broken, Going},
+    travel::NativeError,
+};
 
 use crate::{
     manager::{CreateError, Handle, Manager},
@@ -30,6 +34,8 @@ use crate::{
     },
 };
 
+/// What is done with single files at once in all sandboxes: each may hold some MiB here.
+const MAX_TRANSFERS: usize = 128;
 /// How long the end of a sandbox may take.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
@@ -69,11 +75,13 @@ pub(crate) enum NotDeleted {
 #[derive(Clone)]
 pub(crate) struct Native {
     manager: Arc<Manager>,
+    /// Turns for single files.
+    transfers: Arc<Semaphore>,
 }
 
 impl Native {
     pub(crate) fn new(manager: Arc<Manager>) -> Self {
-        Self { manager }
+        Self { manager, transfers: Arc::new(Semaphore::new(MAX_TRANSFERS)) }
     }
 
     /// Makes one; returns the only copy of its token.

@@ -3,6 +3,7 @@
 //! Handlers read a request, ask [`Workspaces`] or [`Native`], and write objects. Every error is `{"error":{"code","message"}}`.
 
 mod error;
+mod files;
 mod filesystems;
 mod idempotency;
 mod objects;
@@ -56,6 +57,12 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/sandboxes/{id}/rollback", post(travel::roll_back))
         .route("/v1/sandboxes/{id}/fork", post(travel::fork))
         .route("/v1/sandboxes/{id}/filesystem-snapshot", post(filesystems::take))
+        .route("/v1/sandboxes/{id}/files", get(files::read).put(files::write).delete(files::remove))
+        .route("/v1/sandboxes/{id}/files/stat", get(files::stat))
+        .route("/v1/sandboxes/{id}/files/list", get(files::list))
+        .route("/v1/sandboxes/{id}/files/rename", post(files::rename))
+        .route("/v1/sandboxes/{id}/files/mkdir", post(files::make_directory))
+        .route("/v1/sandboxes/{id}/files/archive", get(files::pack).put(files::unpack))
         .route("/v1/filesystem-snapshots", get(filesystems::list))
         .route("/v1/filesystem-snapshots/{name}", get(filesystems::get).delete(filesystems::delete))
         .route("/v1/filesystem-snapshots/{name}/layer", get(filesystems::export).put(filesystems::import))
