@@ -48,6 +48,8 @@ pub struct Packer {
     device: Option<u64>,
     /// That a file is written to while it is read is no fault.
     live: bool,
+    /// It is no part of a sandbox: see [`Packer::from_outside`].
+    outside: bool,
 }
 
 /// A directory that is being gone through.
@@ -99,7 +101,23 @@ impl Packer {
     /// Of a directory. `live`: its files may be written to meanwhile; of each comes as much as there was when it was its turn.
     #[must_use]
     pub fn of(root: OwnedFd, live: bool) -> Self {
-        Self { levels: Vec::new(), links: HashMap::new(), doing: Doing::Root(root), out: Vec::new(), content: 0, device: None, live }
+        Self {
+            levels: Vec::new(),
+            links: HashMap::new(),
+            doing: Doing::Root(root),
+            out: Vec::new(),
+            content: 0,
+            device: None,
+            live,
+            outside: false,
+        }
+    }
+
+    /// Of a directory outside of any sandbox, for one: everything belongs to root, what is mounted there is part of it, and what is read is only read.
+    #[must_use]
+    pub fn from_outside(mut self) -> Self {
+        self.outside = true;
+        self
     }
 
     /// Goes on until at least so many bytes are there, or all, or for so many steps.
@@ -194,7 +212,9 @@ impl Packer {
             path.push(b'/');
         }
         path.extend_from_slice(name.to_bytes());
-        let open = |flags: OFlag| openat(&level.dir, &*name, flags, Mode::empty());
+        // Only who owns a file may read it without leaving a trace.
+        let without = if self.outside { OFlag::O_NOATIME } else { OFlag::empty() };
+        let open = |flags: OFlag| openat(&level.dir, &*name, flags.difference(without), Mode::empty());
         let kind = match SFlag::from_bits_truncate(about.st_mode & SFlag::S_IFMT.bits()) {
             SFlag::S_IFDIR => {
                 return match open(DIRECTORY) {
@@ -220,7 +240,7 @@ impl Packer {
             return Ok(());
         }
         if !self.link(&path, &about) {
-            put_head(&mut self.out, &Entry { path, kind, meta: meta(&about) }, None);
+            put_head(&mut self.out, &Entry { path, kind, meta: self.meta(&about) }, None);
         }
         Ok(())
     }
@@ -228,12 +248,12 @@ impl Packer {
     fn directory(&mut self, dir: OwnedFd, path: Vec<u8>, about: &FileStat) -> io::Result<()> {
         let (xattrs, opaque) = xattr::read(dir.as_fd())?;
         let parsed = if path.is_empty() { EntryPath::root() } else { parse(&path)? };
-        put_head(&mut self.out, &Entry { path: parsed.clone(), kind: Kind::Directory, meta: Meta { xattrs, ..meta(about) } }, None);
+        put_head(&mut self.out, &Entry { path: parsed.clone(), kind: Kind::Directory, meta: Meta { xattrs, ..self.meta(about) } }, None);
         if opaque {
             put_head(&mut self.out, &Entry { path: parsed, kind: Kind::Opaque, meta: Meta::default() }, None);
         }
         let mut names: Vec<CString> = Vec::new();
-        if self.device.is_some_and(|device| device != about.st_dev) {
+        if !self.outside && self.device.is_some_and(|device| device != about.st_dev) {
             // Something else is mounted here.
             return Ok(());
         }
@@ -259,7 +279,7 @@ impl Packer {
             return Err(io::Error::other(format!("{path}: the files together are larger than {} GiB", MAX_CONTENT_BYTES >> 30)));
         }
         let (xattrs, _) = xattr::read(file.as_fd())?;
-        let entry = Entry { path, kind: Kind::File { size }, meta: Meta { xattrs, ..meta(about) } };
+        let entry = Entry { path, kind: Kind::File { size }, meta: Meta { xattrs, ..self.meta(about) } };
         if size >= HOLES_FROM_BYTES {
             self.doing = Doing::Scanning { file, entry: Box::new(entry), scan: Scan::default(), seen: seen(about) };
         } else {
@@ -301,6 +321,11 @@ impl Packer {
         Ok(())
     }
 
+    fn meta(&self, about: &FileStat) -> Meta {
+        let meta = meta(about);
+        if self.outside { Meta { uid: 0, gid: 0, ..meta } } else { meta }
+    }
+
     /// True if it is another name of something that was packed already, which is noted then.
     fn link(&mut self, path: &EntryPath, about: &FileStat) -> bool {
         if about.st_nlink < 2 {
@@ -309,7 +334,7 @@ impl Packer {
         match self.links.get(&(about.st_dev, about.st_ino)) {
             Some(first) => {
                 let kind = Kind::HardLink { target: first.clone() };
-                put_head(&mut self.out, &Entry { path: path.clone(), kind, meta: meta(about) }, None);
+                put_head(&mut self.out, &Entry { path: path.clone(), kind, meta: self.meta(about) }, None);
                 true
             }
             None => {

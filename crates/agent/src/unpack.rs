@@ -69,7 +69,7 @@ impl Unpacker {
     /// # Errors
     /// One of them can't be opened.
     pub fn new(upper: &Path, lower: Option<&Path>, limits: Limits) -> io::Result<Self> {
-        let layer = Layer { place: Place::new(upper, lower)?, file: None, times: Vec::new(), in_use: false };
+        let layer = Layer { place: Place::new(upper, lower)?, file: None, times: Vec::new(), in_use: false, disowned: false };
         Ok(Self { decoder: Decoder::new(limits), layer })
     }
 
@@ -77,8 +77,15 @@ impl Unpacker {
     /// but what something else takes the place of.
     #[must_use]
     pub fn into_tree(dir: OwnedFd, limits: Limits) -> Self {
-        let layer = Layer { place: Place::of(dir), file: None, times: Vec::new(), in_use: true };
+        let layer = Layer { place: Place::of(dir), file: None, times: Vec::new(), in_use: true, disowned: false };
         Self { decoder: Decoder::new(limits), layer }
+    }
+
+    /// Everything belongs to whoever unpacks it, and has no attributes but the usual ones.
+    #[must_use]
+    pub fn with_own_owner(mut self) -> Self {
+        self.layer.disowned = true;
+        self
     }
 
     /// Takes the next bytes.
@@ -126,6 +133,8 @@ struct Layer {
     times: Vec<(EntryPath, Time)>,
     /// It is no layer, but a directory that others use.
     in_use: bool,
+    /// Whose things are is not taken over.
+    disowned: bool,
 }
 
 impl Drop for Layer {
@@ -142,7 +151,10 @@ impl Sink for Layer {
     type Error = Failure;
 
     fn entry(&mut self, entry: Entry) -> Result<(), Failure> {
-        let Entry { path, kind, meta } = entry;
+        let Entry { path, kind, mut meta } = entry;
+        if self.disowned {
+            meta = Meta { uid: 0, gid: 0, mode: meta.mode & 0o777, xattrs: Vec::new(), ..meta };
+        }
         if self.in_use {
             if matches!(kind, Kind::Opaque | Kind::Whiteout) {
                 return Err(Failure::Refused(format!("{path}: a deletion, which only the layer of an image has")));
@@ -269,8 +281,11 @@ impl Layer {
     }
 
     fn finish_directory(&mut self, path: &EntryPath, meta: Meta) -> Result<(), Failure> {
+        let disowned = self.disowned;
         let dir = self.place.directory(path)?;
-        own(dir, path, &meta)?;
+        if !disowned {
+            own(dir, path, &meta)?;
+        }
         set(dir, path, &meta)?;
         self.times.push((path.clone(), meta.mtime));
         Ok(())

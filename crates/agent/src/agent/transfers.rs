@@ -127,7 +127,8 @@ impl Agent {
                 let filled = fill(source, &mut transfer.out, wanted, &mut transfer.more);
                 filled.map(|()| {
                     let length = transfer.out.len().min(wanted);
-                    if length > 0 {
+                    // Only whole pieces: in crumbs they would take more room on their way than their bytes.
+                    if length > 0 && (length == wanted || !transfer.more) {
                         self.link.send_files(sequence, transfer.sent, &transfer.out[..length]);
                         transfer.out.drain(..length);
                         transfer.sent += length as u64;

@@ -6,7 +6,7 @@ use std::{
 };
 
 use nix::{
-    dir::Dir,
+    dir::{Dir, OwningIter},
     errno::Errno,
     fcntl::openat,
     sys::stat::Mode,
@@ -19,7 +19,7 @@ use super::{
     place::{DIRECTORY, Place},
 };
 
-/// Names that are held of a directory, and removed in one go.
+/// What is removed in one go.
 const NAMES_AT_ONCE: usize = 512;
 /// Each is an open directory.
 const MAX_DEPTH: usize = 1024;
@@ -36,8 +36,7 @@ struct Level {
     parent: OwnedFd,
     name: CString,
     dir: OwnedFd,
-    /// Some of what is in it.
-    names: Vec<CString>,
+    names: OwningIter,
 }
 
 impl Removing {
@@ -71,7 +70,8 @@ impl Removing {
             return Err(Fault::new(FileFault::TooLong, &self.path, "it is too deep to be removed from outside"));
         }
         let dir = openat(&parent, &*name, DIRECTORY, Mode::empty()).map_err(at(&self.path))?;
-        self.levels.push(Level { parent, name, dir, names: Vec::new() });
+        let names = names(&dir).map_err(at(&self.path))?;
+        self.levels.push(Level { parent, name, dir, names });
         Ok(())
     }
 
@@ -81,19 +81,19 @@ impl Removing {
         let fault = at(&path);
         for _ in 0..NAMES_AT_ONCE {
             let Some(level) = self.levels.last_mut() else { return Ok(true) };
-            let Some(name) = level.names.pop() else {
-                level.names = some_names(&level.dir).map_err(&fault)?;
-                if level.names.is_empty() {
-                    match unlinkat(&level.parent, &*level.name, UnlinkatFlags::RemoveDir) {
-                        // Somebody has put something into it since: that is removed too.
-                        Err(Errno::ENOTEMPTY | Errno::EEXIST) => continue,
-                        Ok(()) | Err(Errno::ENOENT) => {}
-                        Err(error) => return Err(fault(error)),
-                    }
-                    self.levels.pop();
+            let Some(entry) = level.names.next() else {
+                match unlinkat(&level.parent, &*level.name, UnlinkatFlags::RemoveDir) {
+                    // Not all was seen, or somebody has put something into it since: that is removed too.
+                    Err(Errno::ENOTEMPTY | Errno::EEXIST) => level.names = names(&level.dir).map_err(&fault)?,
+                    Ok(()) | Err(Errno::ENOENT) => drop(self.levels.pop()),
+                    Err(error) => return Err(fault(error)),
                 }
                 continue;
             };
+            let name = entry.map_err(&fault)?.file_name().to_owned();
+            if matches!(name.to_bytes(), b"." | b"..") {
+                continue;
+            }
             match unlinkat(&level.dir, &*name, UnlinkatFlags::NoRemoveDir) {
                 Ok(()) | Err(Errno::ENOENT) => {}
                 Err(Errno::EISDIR | Errno::EPERM) => match unlinkat(&level.dir, &*name, UnlinkatFlags::RemoveDir) {
@@ -111,18 +111,8 @@ impl Removing {
     }
 }
 
-fn some_names(dir: &OwnedFd) -> Result<Vec<CString>, Errno> {
+fn names(dir: &OwnedFd) -> Result<OwningIter, Errno> {
     // Opened anew: a directory that was read before goes on where that ended.
     let again = openat(dir, c".", DIRECTORY, Mode::empty())?;
-    let mut names = Vec::new();
-    for entry in Dir::from_fd(again)?.iter() {
-        let name = entry?.file_name().to_owned();
-        if !matches!(name.to_bytes(), b"." | b"..") {
-            names.push(name);
-            if names.len() >= NAMES_AT_ONCE {
-                break;
-            }
-        }
-    }
-    Ok(names)
+    Ok(Dir::from_fd(again)?.into_iter())
 }

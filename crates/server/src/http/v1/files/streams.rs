@@ -11,8 +11,9 @@ use tracing::debug;
 
 use super::{ApiError, Broken, Going};
 
-/// How long who is refused may go on sending before the connection is closed: closed at once, it would not hear why.
-const DRAIN: Duration = Duration::from_secs(2);
+/// How long who is refused may go on sending before the connection is closed, and for how long it may pause: closed at once, it would not hear why.
+const DRAIN: Duration = Duration::from_secs(15);
+const PAUSE: Duration = Duration::from_secs(2);
 
 /// What a sandbox sends. A body that ends before its length, or breaks off, is one that is not whole.
 pub(super) fn sent(going: Going) -> Body {
@@ -63,5 +64,5 @@ pub(super) async fn taken(mut going: Going, body: &mut BodyDataStream) -> Result
 }
 
 pub(super) async fn drain(mut body: BodyDataStream) {
-    let _ = timeout(DRAIN, async { while let Some(Ok(_)) = body.next().await {} }).await;
+    let _ = timeout(DRAIN, async { while let Ok(Some(Ok(_))) = timeout(PAUSE, body.next()).await {} }).await;
 }
