@@ -3,6 +3,7 @@
 //! `main` starts no threads and no runtime: `serve` has to enter a user namespace first where it is not root, and a process can do that only while it has
 //! one thread. Each verb that needs a runtime makes its own.
 
+mod cp;
 mod doctor;
 mod extension;
 mod fs_snapshot;
@@ -43,6 +44,8 @@ enum Command {
     Get(workspaces::OneArgs),
     /// Remove a sandbox
     Rm(workspaces::RemoveArgs),
+    /// Copy files and directories into a sandbox or out of it
+    Cp(cp::Args),
     /// Save the state of a sandbox, which goes on, and print the snapshot's id
     Snapshot(travel::SnapshotArgs),
     /// Make a new sandbox from a snapshot, and print its id
@@ -89,6 +92,7 @@ fn main() -> ExitCode {
         Command::Ls(args) => workspaces::ls(&args),
         Command::Get(args) => workspaces::get(&args),
         Command::Rm(args) => workspaces::rm(&args),
+        Command::Cp(args) => cp::run(&args),
         Command::Snapshot(args) => travel::snapshot(&args),
         Command::Checkpoint(args) => travel::checkpoint(&args),
         Command::Checkpoints(args) => travel::checkpoints(&args),

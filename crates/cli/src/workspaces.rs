@@ -14,6 +14,9 @@ use serde_json::{Map, Value, json};
 
 use crate::EXIT_USAGE;
 
+/// A sandbox's id has so many characters.
+const FULL_ID: usize = 36;
+
 /// Which server, and how its answer is printed. For every verb that asks one.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Ask {
@@ -178,17 +181,36 @@ impl Ask {
     }
 
     /// Asks in whatever way.
-    pub(crate) fn transfer(&self, ask: impl AsyncFnOnce(&Api) -> Result<Answer, Error>) -> Result<Answer> {
-        let mut connection = Connection::default();
-        if let Some(key) = &self.api_key {
-            connection = connection.api_key(key);
-        }
-        let api = Api::new(&self.server, &connection)?;
+    pub(crate) fn transfer<T>(&self, ask: impl AsyncFnOnce(&Api) -> Result<T, Error>) -> Result<T> {
+        let api = self.api()?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let answer = runtime.block_on(ask(&api)).map_err(|error| self.explain(error));
         // A read of the standard input can't be called off.
         runtime.shutdown_background();
         answer
+    }
+
+    pub(crate) fn api(&self) -> Result<Api> {
+        let mut connection = Connection::default();
+        if let Some(key) = &self.api_key {
+            connection = connection.api_key(key);
+        }
+        Ok(Api::new(&self.server, &connection)?)
+    }
+
+    /// The whole id of the sandbox that begins like this; of one that is meant by its whole id nobody is asked.
+    pub(crate) fn sandbox_id(&self, beginning: &str) -> Result<String> {
+        if beginning.len() == FULL_ID {
+            return Ok(beginning.to_owned());
+        }
+        let list = self.list("/v1/sandboxes")?;
+        let ids = list["items"].as_array().into_iter().flatten().map(|item| text(item, "id"));
+        let found: Vec<&str> = ids.filter(|id| id.starts_with(beginning)).collect();
+        match found[..] {
+            [one] => Ok(one.to_owned()),
+            [] => Err(anyhow!("no sandbox has an id that begins with {beginning}; `sandboxer ls` lists them")),
+            _ => Err(anyhow!("{} sandboxes have an id that begins with {beginning}: give more of it", found.len())),
+        }
     }
 
     fn explain(&self, error: Error) -> anyhow::Error {

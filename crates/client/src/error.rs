@@ -24,6 +24,9 @@ pub enum Error {
     /// The server understood and won't do it; `code` says why. The sandbox is unharmed.
     #[error("{message}")]
     Refused { code: ErrorCode, message: String },
+    /// Something is wrong with a file; `code` says what, such as `file_not_found` or `no_space`. Nothing was changed by the call.
+    #[error("{message}")]
+    File { code: String, message: String },
     /// The server could not be reached for as long as [`Connection::give_up_after`](crate::Connection::give_up_after) allows. The
     /// sandbox may be alive: attach to it later.
     #[error("{message}")]

@@ -38,6 +38,7 @@ mod driver;
 mod ends;
 mod error;
 mod execution;
+mod files;
 mod options;
 mod outage;
 mod run;
@@ -52,6 +53,7 @@ pub use self::{
     api::{Answer, Api},
     error::{Ended, Error},
     execution::{Execution, Exit},
+    files::{FileInfo, FileKind, Files},
     options::{Connection, Options},
     run::{Controller, Output, Run, Stdin},
     sandbox::{ResumeFrom, Sandbox},

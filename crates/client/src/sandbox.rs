@@ -9,7 +9,7 @@ use tokio::{
 };
 
 use crate::{
-    Address, Connection, Error, Execution, Options, Run,
+    Address, Api, Connection, Error, Execution, Files, Options, Run,
     connect::Connector,
     driver::{Command, Control, Driver, Shared},
     session::{Identity, Session},
@@ -28,6 +28,7 @@ pub struct Sandbox {
     inner: Arc<Inner>,
     id: SandboxId,
     token: Option<String>,
+    api: Api,
 }
 
 /// What every handle of one sandbox shares.
@@ -130,6 +131,7 @@ impl Sandbox {
     }
 
     async fn open(address: &str, connection: Connection, session: Session) -> Result<Self, Error> {
+        let api = Api::new(address, &connection)?;
         let connector = Connector::new(address.parse::<Address>()?, &connection)?;
         let (sender, receiver) = mpsc::channel(MAX_WAITING_COMMANDS);
         let (opened, answer) = oneshot::channel();
@@ -137,7 +139,7 @@ impl Sandbox {
         let driver = Driver::new(session, connection, connector, receiver, shared.clone(), opened);
         let inner = Arc::new(Inner { commands: sender, shared, _task: tokio::spawn(driver.drive()) });
         let Identity { id, token } = answer.await.map_err(|_| inner.over())??;
-        Ok(Self { inner, id, token })
+        Ok(Self { inner, id, token, api })
     }
 
     /// Its identity, by which it can be attached to.
@@ -156,6 +158,12 @@ impl Sandbox {
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.inner.shared.generation.load(Ordering::Relaxed)
+    }
+
+    /// Its files. They are reached beside the connection that this holds, and while a program runs.
+    #[must_use]
+    pub fn files(&self) -> Files {
+        Files::of(self.api.clone(), self.id)
     }
 
     /// Runs a Python program; returns when it has been started.

@@ -1,10 +1,14 @@
 //! Archives: too large to be held, so they pass through.
 
+use bytes::Bytes;
 use futures_util::TryStreamExt as _;
 use http_body_util::{BodyExt as _, Empty, StreamBody};
 use hyper::body::Frame;
 use serde_json::Value;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt as _},
+    sync::mpsc,
+};
 use tokio_util::io::ReaderStream;
 
 use super::{Answer, Api};
@@ -23,6 +27,25 @@ impl Api {
         let pieces = ReaderStream::with_capacity(from, PIECE_BYTES).map_ok(Frame::data);
         let response = self.send("PUT", path, Some(TAR), StreamBody::new(pieces).boxed()).await?;
         self.answer(response).await
+    }
+
+    /// Hands on what is answered as it comes; who no longer takes it ends it.
+    pub(crate) async fn download_pieces(&self, path: &str, into: mpsc::Sender<Bytes>) -> Result<Answer, Error> {
+        let nothing = Empty::new().map_err(|never| match never {}).boxed();
+        let response = self.send("GET", path, None, nothing).await?;
+        let status = response.status();
+        if !status.is_success() {
+            return self.answer(response).await;
+        }
+        let mut body = response.into_body();
+        while let Some(frame) = body.frame().await {
+            if let Ok(data) = frame.map_err(|error| self.cut(error))?.into_data()
+                && into.send(data).await.is_err()
+            {
+                break;
+            }
+        }
+        Ok(Answer { status: status.as_u16(), body: Value::Null })
     }
 
     /// Writes what is answered as it comes. What the server refuses is an answer too, of which nothing is written.
