@@ -240,7 +240,7 @@ impl Packer {
             return Ok(());
         }
         if !self.link(&path, &about) {
-            put_head(&mut self.out, &Entry { path, kind, meta: self.meta(&about) }, None);
+            put_head(&mut self.out, &Entry { path, kind, meta: meta(&about, self.outside) }, None);
         }
         Ok(())
     }
@@ -248,7 +248,11 @@ impl Packer {
     fn directory(&mut self, dir: OwnedFd, path: Vec<u8>, about: &FileStat) -> io::Result<()> {
         let (xattrs, opaque) = xattr::read(dir.as_fd())?;
         let parsed = if path.is_empty() { EntryPath::root() } else { parse(&path)? };
-        put_head(&mut self.out, &Entry { path: parsed.clone(), kind: Kind::Directory, meta: Meta { xattrs, ..self.meta(about) } }, None);
+        put_head(
+            &mut self.out,
+            &Entry { path: parsed.clone(), kind: Kind::Directory, meta: Meta { xattrs, ..meta(about, self.outside) } },
+            None,
+        );
         if opaque {
             put_head(&mut self.out, &Entry { path: parsed, kind: Kind::Opaque, meta: Meta::default() }, None);
         }
@@ -279,7 +283,7 @@ impl Packer {
             return Err(io::Error::other(format!("{path}: the files together are larger than {} GiB", MAX_CONTENT_BYTES >> 30)));
         }
         let (xattrs, _) = xattr::read(file.as_fd())?;
-        let entry = Entry { path, kind: Kind::File { size }, meta: Meta { xattrs, ..self.meta(about) } };
+        let entry = Entry { path, kind: Kind::File { size }, meta: Meta { xattrs, ..meta(about, self.outside) } };
         if size >= HOLES_FROM_BYTES {
             self.doing = Doing::Scanning { file, entry: Box::new(entry), scan: Scan::default(), seen: seen(about) };
         } else {
@@ -321,11 +325,6 @@ impl Packer {
         Ok(())
     }
 
-    fn meta(&self, about: &FileStat) -> Meta {
-        let meta = meta(about);
-        if self.outside { Meta { uid: 0, gid: 0, ..meta } } else { meta }
-    }
-
     /// True if it is another name of something that was packed already, which is noted then.
     fn link(&mut self, path: &EntryPath, about: &FileStat) -> bool {
         if about.st_nlink < 2 {
@@ -334,7 +333,7 @@ impl Packer {
         match self.links.get(&(about.st_dev, about.st_ino)) {
             Some(first) => {
                 let kind = Kind::HardLink { target: first.clone() };
-                put_head(&mut self.out, &Entry { path: path.clone(), kind, meta: self.meta(about) }, None);
+                put_head(&mut self.out, &Entry { path: path.clone(), kind, meta: meta(about, self.outside) }, None);
                 true
             }
             None => {
@@ -368,13 +367,8 @@ pub(crate) fn time(seconds: i64, nanos: i64) -> Time {
     Time { seconds: seconds.saturating_add(nanos.div_euclid(SECOND)), nanos: forwards }
 }
 
-fn meta(about: &FileStat) -> Meta {
-    Meta {
-        mode: about.st_mode & 0o7777,
-        uid: about.st_uid,
-        gid: about.st_gid,
-        mtime: time(about.st_mtime, about.st_mtime_nsec),
-        atime: None,
-        xattrs: Vec::new(),
-    }
+/// `outside`: whose it is there means nothing in a sandbox.
+fn meta(about: &FileStat, outside: bool) -> Meta {
+    let (uid, gid) = if outside { (0, 0) } else { (about.st_uid, about.st_gid) };
+    Meta { mode: about.st_mode & 0o7777, uid, gid, mtime: time(about.st_mtime, about.st_mtime_nsec), atime: None, xattrs: Vec::new() }
 }

@@ -113,7 +113,8 @@ impl Files {
     /// # Errors
     /// [`Error::File`] with what is wrong, or the server can't be reached.
     pub async fn write(&self, path: impl AsRef<[u8]>, content: impl Into<Bytes>) -> Result<FileInfo, Error> {
-        self.write_from(path, None, std::io::Cursor::new(content.into())).await
+        let content: Bytes = content.into();
+        self.write_from(path, None, std::io::Cursor::new(content)).await
     }
 
     /// Writes all that can be read; with a mode, such as `0o755`, unless the file is to have the usual one.
