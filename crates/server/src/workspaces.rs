@@ -27,7 +27,7 @@ use tracing::{info, warn};
 
 use self::busy::{Busy, Key};
 pub(crate) use self::{
-    native::{Broken, Going, Native, NativeError, NativeSandbox, NotDeleted, configuration},
+    native::{Broken, ExecutionWord, Going, Native, NativeError, NativeSandbox, NotDeleted, Watched, configuration},
     restore::{MAX_COUNT, RestoreOrder},
 };
 

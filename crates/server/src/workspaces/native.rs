@@ -1,6 +1,7 @@
 //! gVisor's own sandboxes, as the resource API sees them: those that are in this server's memory, and those that rest on the volume if they
 //! are asked for by their id.
 
+mod executions;
 mod filesystems;
 mod transfers;
 mod travel;
@@ -22,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 pub(crate) use self::{
+    executions::{ExecutionWord, Watched},
     transfers::{Broken, Going},
     travel::NativeError,
 };

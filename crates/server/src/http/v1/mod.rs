@@ -3,6 +3,7 @@
 //! Handlers read a request, ask [`Workspaces`] or [`Native`], and write objects. Every error is `{"error":{"code","message"}}`.
 
 mod error;
+mod executions;
 mod files;
 mod filesystems;
 mod idempotency;
@@ -57,6 +58,7 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/sandboxes/{id}/rollback", post(travel::roll_back))
         .route("/v1/sandboxes/{id}/fork", post(travel::fork))
         .route("/v1/sandboxes/{id}/filesystem-snapshot", post(filesystems::take))
+        .route("/v1/sandboxes/{id}/executions", post(executions::run))
         .route("/v1/sandboxes/{id}/files", get(files::read).put(files::write).delete(files::remove))
         .route("/v1/sandboxes/{id}/files/stat", get(files::stat))
         .route("/v1/sandboxes/{id}/files/list", get(files::list))

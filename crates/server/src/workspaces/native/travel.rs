@@ -53,7 +53,7 @@ impl From<ArriveError> for NativeError {
 }
 
 const NOT_KEPT: &str = "This server keeps neither checkpoints nor snapshots: it was started without a checkpoint path.";
-const RESTS: &str = "does not run here";
+pub(super) const RESTS: &str = "does not run here";
 
 impl Native {
     /// A snapshot of one that runs, and goes on.

@@ -1,0 +1,150 @@
+//! `/v1/sandboxes/{id}/executions`: one run of a program, collected, or told as it happens by server-sent events.
+
+use std::sync::Arc;
+
+use axum::{
+    Extension,
+    body::{Body, Bytes},
+    extract::{Path, State, rejection::BytesRejection},
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse as _, Response},
+};
+use base64::{Engine as _, prelude::BASE64_STANDARD};
+use bytes::BytesMut;
+use futures_util::stream;
+use sandboxer_protocol::{
+    agent::Stream,
+    client::{Encoding, ErrorCode, ExecuteRequest, Request, ServerEvent, Status, StatusUpdate, put_output},
+};
+use serde_json::{Map, Value, json};
+
+use super::{Api, ApiError, idempotency::Answer, request, sandboxes::sandbox_id, travel::only_gvisor};
+use crate::{
+    http::access::Owner,
+    workspaces::{ExecutionWord, NativeError, Watched},
+};
+
+/// What is collected of each stream; the rest is dropped, which is told.
+const MAX_COLLECTED_BYTES: usize = 8 * 1024 * 1024;
+
+pub(super) async fn run(
+    State(api): State<Arc<Api>>,
+    Extension(Owner(owner)): Extension<Owner>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    body: Result<Bytes, BytesRejection>,
+) -> Result<Response, ApiError> {
+    let id = sandbox_id(&id)?;
+    let fields = request::fields(body)?;
+    let fingerprint = format!("execution {id} {}", Value::Object(fields.clone()));
+    let (execute, input) = parse(fields)?;
+    only_gvisor(&api, id, owner.as_deref()).await?;
+    if wants_events(&headers) {
+        let watched = api.native.execute(id, owner.as_deref(), execute, input).await?;
+        let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
+        return Ok((headers, told(watched)).into_response());
+    }
+    let (this, by) = (Arc::clone(&api), owner.clone());
+    let work = async move {
+        let encoding = execute.encoding.unwrap_or_default();
+        let watched = this.native.execute(id, by.as_deref(), execute, input).await?;
+        Ok(Answer { status: StatusCode::OK, body: collected(watched, encoding).await? })
+    };
+    Ok(api.remembered.once(&headers, owner, &fingerprint, work).await?.into_response())
+}
+
+/// The request, as on a WebSocket, and what the program gets to read.
+fn parse(mut fields: Map<String, Value>) -> Result<(ExecuteRequest, Option<String>), ApiError> {
+    let input = match fields.remove("input") {
+        None | Some(Value::Null) => None,
+        Some(Value::String(text)) => Some(text),
+        Some(_) => return Err(ApiError::invalid("input: a text is needed.")),
+    };
+    if fields.contains_key("stdin") {
+        return Err(ApiError::invalid("stdin: say what the program is to read as input."));
+    }
+    match Request::parse(&Value::Object(fields).to_string()) {
+        Ok(Request::Execute(execute)) => Ok((*execute, input)),
+        Ok(_) => Err(ApiError::invalid("language and code are needed.")),
+        Err(bad) => Err(ApiError::invalid(bad.message)),
+    }
+}
+
+fn wants_events(headers: &HeaderMap) -> bool {
+    let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    accepted.flat_map(|value| value.split(',')).any(|one| one.trim().split(';').next() == Some("text/event-stream"))
+}
+
+/// The messages of the WebSocket, each as an event of its name.
+fn told(watched: Watched) -> Body {
+    let events = stream::unfold(watched, |mut watched| async {
+        let text = match watched.next().await? {
+            ExecutionWord::Event(event) => framed(name(&event), event.to_json().as_bytes()),
+            ExecutionWord::Output(piece) => {
+                let mut json = BytesMut::new();
+                put_output(&mut json, piece.stream, piece.encoding, &piece.data, piece.offset, piece.end, &piece.execution);
+                framed(if piece.stream == Stream::Stdout { "stdout" } else { "stderr" }, &json)
+            }
+        };
+        Some((Ok::<_, std::convert::Infallible>(text), watched))
+    });
+    Body::from_stream(events)
+}
+
+fn framed(name: &str, json: &[u8]) -> Bytes {
+    // JSON on one line: no line of it can be taken for the end of the event.
+    [b"event: ", name.as_bytes(), b"\ndata: ", json, b"\n\n"].concat().into()
+}
+
+fn name(event: &ServerEvent) -> &'static str {
+    match event {
+        ServerEvent::StatusUpdate(_) => "status_update",
+        ServerEvent::SandboxId(_) => "sandbox_id",
+        ServerEvent::Stdout(_) => "stdout",
+        ServerEvent::Stderr(_) => "stderr",
+        ServerEvent::Error(_) => "error",
+        ServerEvent::Resumed(_) => "resumed",
+        ServerEvent::StdinAck(_) => "stdin_ack",
+    }
+}
+
+async fn collected(mut watched: Watched, encoding: Encoding) -> Result<Value, ApiError> {
+    let (mut stdout, mut stderr, mut truncated) = (Vec::new(), Vec::new(), false);
+    let mut refused: Option<(ErrorCode, String)> = None;
+    let mut done: Option<StatusUpdate> = None;
+    while let Some(word) = watched.next().await {
+        match word {
+            ExecutionWord::Output(piece) => {
+                let stream = if piece.stream == Stream::Stdout { &mut stdout } else { &mut stderr };
+                let room = MAX_COLLECTED_BYTES - stream.len();
+                truncated |= piece.data.len() > room;
+                stream.extend_from_slice(&piece.data[..piece.data.len().min(room)]);
+            }
+            ExecutionWord::Event(ServerEvent::Error(error)) => refused = Some((error.code, error.message)),
+            ExecutionWord::Event(ServerEvent::StatusUpdate(update)) if update.status == Status::ExecutionDone => done = Some(update),
+            ExecutionWord::Event(_) => {}
+        }
+        // It was never started, so nothing follows.
+        if let (Some((code, message)), false) = (&refused, watched.has_begun()) {
+            return Err(NativeError::Because(*code, message.clone()).into());
+        }
+    }
+    let Some(done) = done else {
+        let message = "The sandbox was saved, went back or ended meanwhile. Attach to it to see what became of the execution.";
+        return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message));
+    };
+    let text = |bytes: &[u8]| match encoding {
+        Encoding::Base64 => BASE64_STANDARD.encode(bytes),
+        _ => String::from_utf8_lossy(bytes).into_owned(),
+    };
+    Ok(json!({
+        "execution_id": watched.id,
+        "exit_code": done.exit_code,
+        "signal": done.signal,
+        "timed_out": done.timed_out.unwrap_or(false),
+        "duration_ms": done.duration_ms,
+        "stdout": text(&stdout),
+        "stderr": text(&stderr),
+        "truncated": truncated,
+    }))
+}

@@ -1,0 +1,137 @@
+//! Executions for those who have no WebSocket: for as long as one is watched, who asked for it is the client of the sandbox.
+
+use bytes::Bytes;
+use sandboxer_protocol::{
+    ExecutionId, SandboxId,
+    client::{ExecuteRequest, Request, ServerEvent, Status},
+};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::{Native, NativeError, travel::RESTS};
+use crate::sandbox::{
+    client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing, Piece},
+    driver::Attachment,
+};
+
+/// What is told of an execution.
+pub(crate) enum ExecutionWord {
+    Event(ServerEvent),
+    Output(Piece),
+}
+
+/// An execution that is watched. Dropped, it goes on, and who attaches finds it.
+pub(crate) struct Watched {
+    pub(crate) id: ExecutionId,
+    outgoing: mpsc::Receiver<Outgoing>,
+    pongs: watch::Sender<Bytes>,
+    /// Events that came together.
+    waiting: std::collections::VecDeque<ServerEvent>,
+    /// It was heard that it runs: what comes from here on is its own.
+    begun: bool,
+    ended: bool,
+    _incoming: mpsc::Sender<Incoming>,
+    _open: DropGuard,
+}
+
+impl Native {
+    /// Has a sandbox that nobody is attached to run something. `input` is all that it gets to read.
+    pub(crate) async fn execute(
+        &self,
+        id: SandboxId,
+        who: Option<&str>,
+        mut execute: ExecuteRequest,
+        input: Option<String>,
+    ) -> Result<Watched, NativeError> {
+        let handle = self.running(id, who).await?;
+        let (to_driver, incoming) = mpsc::channel(INCOMING_REQUESTS);
+        let (to_client, outgoing) = mpsc::channel(OUTGOING_MESSAGES);
+        let (pongs, pong) = watch::channel(Bytes::new());
+        let closing = CancellationToken::new();
+        let port = ClientPort { incoming, pongs: pong, outgoing: to_client, _closing: closing.clone().drop_guard() };
+        match handle.attach(port, Vec::new()).await {
+            None => return Err(NativeError::NotReady(RESTS)),
+            Some(Attachment::InUse) => return Err(NativeError::InUse),
+            Some(Attachment::Attached) => {}
+        }
+        let execution_id = execute.execution_id.get_or_insert_with(ExecutionId::random).clone();
+        execute.stdin = Some(input.is_some());
+        let mut requests = vec![Request::Execute(Box::new(execute))];
+        if let Some(input) = input {
+            if !input.is_empty() {
+                requests.push(Request::Stdin { data: input.into(), offset: None });
+            }
+            requests.push(Request::StdinEof { offset: None });
+        }
+        for request in requests {
+            let message = Incoming { message: FromClient::Request(request), _room: None };
+            to_driver.send(message).await.map_err(|_| NativeError::NotReady(RESTS))?;
+        }
+        Ok(Watched {
+            id: execution_id,
+            outgoing,
+            pongs,
+            waiting: std::collections::VecDeque::new(),
+            begun: false,
+            ended: false,
+            _incoming: to_driver,
+            _open: closing.drop_guard(),
+        })
+    }
+}
+
+impl Watched {
+    /// Whether it was heard that it runs.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.begun
+    }
+
+    /// The next that is told of it; none: it is over, or the sandbox is. Cancel-safe.
+    pub(crate) async fn next(&mut self) -> Option<ExecutionWord> {
+        loop {
+            while let Some(event) = self.waiting.pop_front() {
+                if let Some(event) = self.own(event) {
+                    return Some(ExecutionWord::Event(event));
+                }
+            }
+            if self.ended {
+                return None;
+            }
+            match self.outgoing.recv().await? {
+                Outgoing::Event(event) => self.waiting.push_back(event),
+                Outgoing::End(events) => self.waiting.extend(events),
+                Outgoing::Output(piece) if *piece.execution == self.id => {
+                    self.begun = true;
+                    return Some(ExecutionWord::Output(piece));
+                }
+                // Of an execution before: nobody here may acknowledge it.
+                Outgoing::Output(_) => {}
+                Outgoing::Ping(payload) => {
+                    if self.begun {
+                        self.pongs.send_replace(payload);
+                    }
+                }
+                Outgoing::Close(_) => self.ended = true,
+            }
+        }
+    }
+
+    /// None: it is of another execution, or of the sandbox.
+    fn own(&mut self, event: ServerEvent) -> Option<ServerEvent> {
+        if let ServerEvent::Error(_) = &event {
+            // It was never started, so nothing follows.
+            self.ended |= !self.begun;
+        }
+        let ServerEvent::StatusUpdate(update) = &event else { return Some(event) };
+        if update.execution_id.as_ref().is_some_and(|id| *id != self.id) {
+            return None;
+        }
+        match update.status {
+            Status::ExecutionRunning => self.begun = true,
+            Status::ExecutionDone => self.ended = true,
+            Status::Running => return None,
+            _ => {}
+        }
+        Some(event)
+    }
+}
