@@ -44,6 +44,7 @@ const NEW_DIRECTORY: u32 = 0o755;
 const STEPS: usize = 64;
 
 /// What became of an ask.
+#[expect(clippy::large_enum_variant, reason = "taken apart at once, never kept")]
 pub enum Begun {
     Done(Option<FileAbout>),
     /// There is more to be done.

@@ -16,7 +16,7 @@ const MIB: usize = 1 << 20;
 const LEFT: &str = "ls -A /root | grep -c sandboxer; cat /root/f | md5sum | cut -c1-8";
 
 /// More than fits between a sandbox and a client that does not read.
-const LARGE: usize = 48 * MIB;
+const LARGE: usize = 24 * MIB;
 
 async fn with_old_file(ws: &mut Ws) {
     let seen = ws.bash("echo old > /root/f; md5sum < /root/f | cut -c1-8").await;
@@ -63,7 +63,7 @@ async fn a_file_that_changes_while_it_is_read_breaks_off_unless_that_is_wanted()
     let mut ws = Ws::create(server).await;
     let files = Files::of(server, &ws.sandbox_id.clone());
     for (live, below) in [("", ""), ("&live=true", ""), ("", "/archive")] {
-        let _ = ws.bash(&format!("mkdir -p d; head -c {LARGE} /dev/urandom > d/large")).await.ok();
+        let _ = ws.bash(&format!("mkdir -p d; yes | head -c {LARGE} > d/large")).await.ok();
         let path = if below.is_empty() { "/root/d/large" } else { "/root/d" };
         let mut stream = files.reading(below, path, live);
         let _ = ws.bash("echo more >> d/large").await.ok();
@@ -85,7 +85,7 @@ async fn a_save_that_leaves_the_sandbox_running_waits_for_no_transfer_and_harms_
     let mut ws = Ws::create_kept(&server).await;
     with_old_file(&mut ws).await;
     let files = Files::of(&server, &ws.sandbox_id.clone());
-    let sum = ws.bash(&format!("head -c {LARGE} /dev/urandom > large; sha256sum < large | cut -d' ' -f1")).await;
+    let sum = ws.bash(&format!("seq 1 9999999 | head -c {LARGE} > large; sha256sum < large | cut -d' ' -f1")).await;
     let sum = sum.ok().trim().to_owned();
     let mut reading = files.reading("", "/root/large", "");
     let content: Vec<u8> = (0..8 * MIB).map(|n| (n / 3) as u8).collect();
@@ -118,7 +118,7 @@ async fn a_save_that_ends_the_sandbox_here_cuts_transfers_off_and_the_old_file_i
     with_old_file(&mut ws).await;
     let id = ws.sandbox_id.clone();
     let files = Files::of(&server, &id);
-    let _ = ws.bash(&format!("head -c {LARGE} /dev/urandom > large")).await.ok();
+    let _ = ws.bash(&format!("seq 1 9999999 | head -c {LARGE} > large")).await.ok();
     let mut reading = files.reading("", "/root/large", "");
     let mut sending = files.sending("", "/root/f", "", 8 * MIB);
     sending.write_all(&vec![1; 3 * MIB]).unwrap();

@@ -112,7 +112,11 @@ impl Agent {
     /// Goes on with each for a moment. Returns whether anything was done.
     pub(super) fn go_on_with_files(&mut self) -> bool {
         let numbers: Vec<u64> = self.transfers.going.keys().copied().collect();
-        numbers.into_iter().fold(false, |any, sequence| self.go_on_with(sequence) || any)
+        let mut any = false;
+        for sequence in numbers {
+            any |= self.go_on_with(sequence);
+        }
+        any
     }
 
     fn go_on_with(&mut self, sequence: u64) -> bool {

@@ -158,7 +158,8 @@ impl Driver {
         }
         let packing = self.packing.is_some();
         for (sequence, transfer) in &mut self.transfers.all {
-            if !transfer.asked && !(packing && transfer.order.ask.changes()) {
+            let waits = packing && transfer.order.ask.changes();
+            if !transfer.asked && !waits {
                 transfer.asked = true;
                 transfer.moved = Instant::now();
                 let ask = transfer.order.ask.clone();
@@ -192,13 +193,17 @@ impl Driver {
 
     /// Gives up those of which nothing has moved for long.
     pub(super) fn give_up_transfers(&mut self, now: Instant) {
-        let stalled = self.transfers.all.extract_if(.., |_, transfer| transfer.moved + STALLED <= now);
-        for (sequence, transfer) in stalled {
-            info!(sequence, "a transfer of a file was given up: nothing moved");
-            if transfer.asked {
-                self.writer.queue(&ToAgent::FilesCancel { sequence });
+        let writer = &mut self.writer;
+        self.transfers.all.retain(|sequence, transfer| {
+            let stalled = transfer.moved + STALLED <= now;
+            if stalled {
+                info!(sequence, "a transfer of a file was given up: nothing moved");
+                if transfer.asked {
+                    writer.queue(&ToAgent::FilesCancel { sequence: *sequence });
+                }
             }
-        }
+            !stalled
+        });
     }
 
     /// The agent is another one, and knows nothing of them.
