@@ -60,7 +60,11 @@ async fn an_execution_is_told_as_it_happens_and_an_attached_client_keeps_its_san
     let mut ws = Ws::create(server).await;
     let id = ws.sandbox_id.clone();
     let request = json!({"language": "bash", "code": "echo one; echo two >&2; exit 4"});
-    let (status, body) = run(&id, &request);
+    let (asked, of) = (request.clone(), id.clone());
+    let refused = tokio::task::spawn_blocking(move || run(&of, &asked));
+    // It answers when it is asked for a sign of life.
+    assert!(ws.incoming_within(Duration::from_secs(1)).await.is_none());
+    let (status, body) = refused.await.unwrap();
     assert_eq!((status, &body["error"]["code"]), (409, &json!("in_use")), "{body}");
     ws.expect_alive().await;
     ws.close().await;

@@ -215,6 +215,7 @@ async fn a_directory_goes_out_and_in_as_an_archive() {
     let unpacked = Command::new("tar").arg("-C").arg(dir.path()).arg("-xf").arg(&file).output().unwrap();
     assert!(unpacked.status.success(), "{}", stderr_of(&unpacked));
     assert_eq!(fs::read(dir.path().join("twin")).unwrap(), b"one\n");
+    assert_eq!(fs::metadata(dir.path().join("sparse")).unwrap().len(), 64 << 20);
     let back = files.call("PUT", "/archive", "/root/back/here", "&parents=true", &archive.bytes);
     assert_eq!(back.status, 200, "{}", back.body);
     let look = "cd /root/$1; find . -printf '%P %y %m %U:%G %s %l %TY\\n' | grep -v '^ d' | sort; stat -c %h twin; md5sum sparse";

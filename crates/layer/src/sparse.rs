@@ -9,10 +9,13 @@ const PAGE: usize = 4096;
 /// A number of the map: sixteen digits would do for the largest file there can be.
 const MAX_DIGITS: usize = 20;
 
-/// The map, padded to whole blocks.
-pub(crate) fn map(extents: &[Extent]) -> Vec<u8> {
-    let mut text = format!("{}\n", extents.len());
-    for extent in extents {
+/// The map of a file of this size, padded to whole blocks. Behind a hole at its end there is an empty part, as GNU tar has it: without one it makes the file
+/// end with its last byte that is not in a hole.
+pub(crate) fn map(extents: &[Extent], size: u64) -> Vec<u8> {
+    let end = extents.last().map_or(0, |last| last.offset + last.length);
+    let last = (end < size && extents.len() < MAX_EXTENTS).then_some(Extent { offset: size, length: 0 });
+    let mut text = format!("{}\n", extents.len() + usize::from(last.is_some()));
+    for extent in extents.iter().chain(&last) {
         text.push_str(&format!("{}\n{}\n", extent.offset, extent.length));
     }
     let mut map = text.into_bytes();

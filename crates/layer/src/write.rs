@@ -22,7 +22,7 @@ pub fn put_head(out: &mut Vec<u8>, entry: &Entry, extents: Option<&[Extent]>) {
     let mut map = Vec::new();
     let mut name = path.clone();
     if let Some(extents) = extents {
-        map = sparse::map(extents);
+        map = sparse::map(extents, size);
         records.add("GNU.sparse.major", b"1");
         records.add("GNU.sparse.minor", b"0");
         records.add("GNU.sparse.name", &path);

@@ -1,11 +1,16 @@
 //! Executions for those who have no WebSocket: for as long as one is watched, who asked for it is the client of the sandbox.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use sandboxer_protocol::{
     ExecutionId, SandboxId,
     client::{ExecuteRequest, Request, ServerEvent, Status},
 };
-use tokio::sync::{mpsc, watch};
+use tokio::{
+    sync::{mpsc, watch},
+    time::timeout,
+};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{Native, NativeError, travel::RESTS};
@@ -13,6 +18,9 @@ use crate::sandbox::{
     client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing, Piece},
     driver::Attachment,
 };
+
+/// How long it may take until the sandbox asks whether its last words were heard.
+const ACKNOWLEDGED: Duration = Duration::from_secs(1);
 
 /// What is told of an execution.
 pub(crate) enum ExecutionWord {
@@ -95,10 +103,12 @@ impl Watched {
                 }
             }
             if self.ended {
+                self.acknowledge().await;
                 return None;
             }
             match self.outgoing.recv().await? {
                 Outgoing::Event(event) => self.waiting.push_back(event),
+                Outgoing::End(events) if self.is_of_another(&events) => {}
                 Outgoing::End(events) => self.waiting.extend(events),
                 Outgoing::Output(piece) if *piece.execution == self.id => {
                     self.begun = true;
@@ -114,6 +124,28 @@ impl Watched {
                 Outgoing::Close(_) => self.ended = true,
             }
         }
+    }
+
+    /// The end was told: who attaches next need not hear it again.
+    async fn acknowledge(&mut self) {
+        let asked = async {
+            while let Some(message) = self.outgoing.recv().await {
+                if let Outgoing::Ping(payload) = message {
+                    return Some(payload);
+                }
+            }
+            None
+        };
+        if let Ok(Some(payload)) = timeout(ACKNOWLEDGED, asked).await {
+            self.pongs.send_replace(payload);
+        }
+    }
+
+    /// What tells the end of an execution before this one.
+    fn is_of_another(&self, events: &[ServerEvent]) -> bool {
+        events.iter().any(
+            |event| matches!(event, ServerEvent::StatusUpdate(update) if update.execution_id.as_ref().is_some_and(|id| *id != self.id)),
+        )
     }
 
     /// None: it is of another execution, or of the sandbox.
