@@ -11,10 +11,13 @@ mod read;
 mod remove;
 mod write;
 
-use std::{os::fd::BorrowedFd, path::Path};
+use std::{
+    os::fd::{AsFd as _, BorrowedFd},
+    path::Path,
+};
 
 use nix::{
-    fcntl::{OFlag, RenameFlags, renameat, renameat2},
+    fcntl::{RenameFlags, renameat, renameat2},
     sys::stat::{Mode, fchmod, mkdirat},
 };
 use sandboxer_layer::Limits;
@@ -24,7 +27,6 @@ use sandboxer_protocol::{
 };
 
 pub use self::fault::Fault;
-pub(crate) use self::write::create_beside;
 use self::{
     about::{about, kind_of},
     fault::at,
@@ -34,6 +36,7 @@ use self::{
     remove::Removing,
     write::Writing,
 };
+pub(crate) use self::{place::open_directory, write::create_beside};
 use crate::{
     pack::Packer,
     unpack::{Failure, Unpacker},
@@ -219,8 +222,7 @@ fn make_directory(root: BorrowedFd<'_>, path: &GuestPath, mode: Option<u32>, par
     };
     match mkdirat(&place.dir, Path::new(name), Mode::from_bits_truncate(NEW_DIRECTORY)) {
         Ok(()) => {
-            let made =
-                nix::fcntl::openat(&place.dir, Path::new(name), place::DIRECTORY | OFlag::O_CLOEXEC, Mode::empty()).map_err(at(path))?;
+            let made = open_directory(place.dir.as_fd(), name).map_err(at(path))?;
             fchmod(&made, Mode::from_bits_truncate(mode.unwrap_or(NEW_DIRECTORY) & 0o7777)).map_err(at(path))?;
             Ok(about(&nix::sys::stat::fstat(&made).map_err(at(path))?, None))
         }

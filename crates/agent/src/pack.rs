@@ -26,7 +26,7 @@ use sandboxer_layer::{
     write::{put_end, put_head, put_padding},
 };
 
-use crate::xattr;
+use crate::{guest::open_directory, xattr};
 
 /// Files from this size on are looked at for holes; gVisor does not tell where they are.
 const HOLES_FROM_BYTES: u64 = 256 * 1024;
@@ -217,7 +217,7 @@ impl Packer {
         let open = |flags: OFlag| openat(&level.dir, &*name, flags.difference(without), Mode::empty());
         let kind = match SFlag::from_bits_truncate(about.st_mode & SFlag::S_IFMT.bits()) {
             SFlag::S_IFDIR => {
-                return match open(DIRECTORY) {
+                return match open_directory(level.dir.as_fd(), OsStr::from_bytes(name.to_bytes())) {
                     Err(nix::Error::ENOENT) => Ok(()),
                     dir => self.directory(dir?, path, &about),
                 };

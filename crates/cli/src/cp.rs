@@ -217,7 +217,7 @@ mod tests {
 
     #[test]
     fn what_is_in_a_sandbox_is_told_from_what_is_not() {
-        let there = There::parse(OsStr::new("0f5a-3:/root/a:b")).unwrap();
+        let there = There::parse(OsStr::new("0f5a-3:/root/a:b")).expect("an id and a path");
         assert_eq!((there.id.as_str(), there.path.as_slice()), ("0f5a-3", &b"/root/a:b"[..]));
         assert_eq!(there.inside(b"c"), b"/root/a:b/c");
         for local in ["./0f5a:/x", "file", "/a:/b", ":/x", "name:/x"] {

@@ -109,7 +109,7 @@ pub(super) fn find(root: BorrowedFd<'_>, path: &GuestPath, last: Last, make: boo
         if above.len() >= MAX_DEPTH {
             return Err(Fault::new(FileFault::TooLong, path, "it is too deep"));
         }
-        let dir = openat(here, name, DIRECTORY, Mode::empty()).map_err(&fault)?;
+        let dir = open_directory(here, name).map_err(&fault)?;
         above.push(dir);
     }
     let dir = match above.pop() {
@@ -124,7 +124,7 @@ pub(super) fn directory(root: BorrowedFd<'_>, path: &GuestPath, make: bool) -> R
     let place = find(root, path, Last::Follow, make)?;
     // Opened anew, or whoever reads it would go on where the last one ended.
     let Some(name) = &place.name else { return openat(&place.dir, c".", DIRECTORY, Mode::empty()).map_err(at(path)) };
-    let open = || openat(&place.dir, name.as_os_str(), DIRECTORY, Mode::empty());
+    let open = || open_directory(place.dir.as_fd(), name.as_os_str());
     match open() {
         Err(Errno::ENOENT) if make => {
             mkdirat(&place.dir, name.as_os_str(), Mode::from_bits_truncate(super::NEW_DIRECTORY)).map_err(at(path))?;
@@ -132,6 +132,20 @@ pub(super) fn directory(root: BorrowedFd<'_>, path: &GuestPath, make: bool) -> R
         }
         opened => opened.map_err(at(path)),
     }
+}
+
+/// Opens a directory that is no link. gVisor follows one at the end of a path in spite of `O_NOFOLLOW` if a directory is wanted, and from the agent's own root at
+/// that: so what was opened has to be what is there.
+pub(crate) fn open_directory(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, Errno> {
+    let there = fstatat(parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+    match kind_of(&there) {
+        FileKind::Directory => {}
+        FileKind::Symlink => return Err(Errno::ELOOP),
+        FileKind::File | FileKind::Other => return Err(Errno::ENOTDIR),
+    }
+    let dir = openat(parent, name, DIRECTORY, Mode::empty())?;
+    let opened = fstat(&dir)?;
+    if (opened.st_dev, opened.st_ino) == (there.st_dev, there.st_ino) { Ok(dir) } else { Err(Errno::ELOOP) }
 }
 
 fn components(path: &[u8]) -> impl Iterator<Item = Vec<u8>> {

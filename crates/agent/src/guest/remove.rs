@@ -1,8 +1,11 @@
 //! Removing something, with all that is in it if that is wanted. No link is followed.
 
 use std::{
-    ffi::{CString, OsString},
-    os::{fd::OwnedFd, unix::ffi::OsStringExt as _},
+    ffi::{CString, OsStr, OsString},
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::ffi::{OsStrExt as _, OsStringExt as _},
+    },
 };
 
 use nix::{
@@ -16,7 +19,7 @@ use sandboxer_protocol::agent::{FileFault, GuestPath};
 
 use super::{
     fault::{Fault, at},
-    place::{DIRECTORY, Place},
+    place::{DIRECTORY, Place, open_directory},
 };
 
 /// What is removed in one go.
@@ -69,7 +72,7 @@ impl Removing {
         if self.levels.len() >= MAX_DEPTH {
             return Err(Fault::new(FileFault::TooLong, &self.path, "it is too deep to be removed from outside"));
         }
-        let dir = openat(&parent, &*name, DIRECTORY, Mode::empty()).map_err(at(&self.path))?;
+        let dir = open_directory(parent.as_fd(), OsStr::from_bytes(name.to_bytes())).map_err(at(&self.path))?;
         let names = names(&dir).map_err(at(&self.path))?;
         self.levels.push(Level { parent, name, dir, names });
         Ok(())

@@ -16,6 +16,7 @@ use nix::{
 use sandboxer_layer::EntryPath;
 
 use super::{Directory, Failure, at, at_errno};
+use crate::guest::open_directory;
 
 const OPEN: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
 
@@ -82,7 +83,7 @@ impl Place {
         self.open.truncate(known);
         for (depth, name) in names.iter().enumerate().skip(known) {
             let parent = self.open.last().map_or(&self.root, |(_, dir)| dir);
-            let dir = match openat(parent, *name, OPEN, Mode::empty()) {
+            let dir = match open_directory(parent.as_fd(), name) {
                 Ok(dir) => dir,
                 Err(Errno::ENOENT) => self.imply(parent, &names[..=depth], path)?,
                 Err(Errno::ELOOP | Errno::ENOTDIR) => {
@@ -114,7 +115,7 @@ impl Place {
         let Some(lower) = &self.lower else { return Ok(None) };
         let mut found: Option<Directory> = None;
         for name in names {
-            match openat(found.as_ref().unwrap_or(lower), *name, OPEN, Mode::empty()) {
+            match open_directory(found.as_ref().unwrap_or(lower).as_fd(), name) {
                 Ok(dir) => found = Some(dir),
                 Err(Errno::ENOENT) => return Ok(None),
                 // A directory in its place would hide where it leads to.
