@@ -143,7 +143,8 @@ impl Agent {
         let busy = self.execution.as_ref().is_some_and(Execution::is_running)
             || self.waiting.is_some()
             || !self.killing.is_empty()
-            || !matches!(self.files, Files::Nothing);
+            || !matches!(self.files, Files::Nothing)
+            || self.transfers.are_going();
         // An init that is being replaced is not known to be anybody's.
         let init = self.supervisor.ready().map(|init| init.pid);
         !busy && init.is_some() && hold::nobody_but(init)

@@ -41,6 +41,12 @@ struct Transfer {
     more: bool,
 }
 
+impl Transfers {
+    pub(super) fn are_going(&self) -> bool {
+        !self.going.is_empty()
+    }
+}
+
 impl Agent {
     pub(super) fn begin_file(&mut self, sequence: u64, ask: FileAsk, credit: u64) {
         if self.transfers.going.len() >= MAX_FILE_TRANSFERS {
