@@ -92,9 +92,8 @@ impl Bucket {
             writing: open(RECORD_REQUEST, Duration::ZERO)?,
         })
     }
-}
 
-impl Bucket {
+    /// Tries it with an object of its own.
     pub(crate) async fn keeps_conditions(&self) -> Result<(), String> {
         const IGNORED: &str = "this store ignores the conditions of a write, so that two instances could run one sandbox; it can't be used";
         let path = Path::from(format!("probes/{}", Nonce::random()));
@@ -107,13 +106,12 @@ impl Bucket {
                 Ok(_) => return Err(IGNORED.to_owned()),
                 Err(error) => return Err(said(error)),
             }
-            let second = put("3", PutMode::Update(first.clone().into())).await.map_err(said)?;
+            put("3", PutMode::Update(first.clone().into())).await.map_err(said)?;
             match put("4", PutMode::Update(first.into())).await {
                 Err(object_store::Error::Precondition { .. }) => {}
                 Ok(_) => return Err(IGNORED.to_owned()),
                 Err(error) => return Err(said(error)),
             }
-            drop(second);
             Ok(())
         };
         let tried = tried.await;
