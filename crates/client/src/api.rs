@@ -20,7 +20,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::{Address, Connection, Error};
+use crate::{Address, Connection, Error, route::Addresses};
 
 /// The largest answer.
 const MAX_ANSWER_BYTES: usize = 64 * 1024 * 1024;
@@ -39,18 +39,24 @@ pub struct Answer {
     pub body: Value,
 }
 
-/// The resource API of one server.
+/// The resource API of a server, or of the first of several that can be reached.
 #[derive(Debug, Clone)]
 pub struct Api {
-    address: Address,
+    addresses: Addresses,
     authorization: Option<HeaderValue>,
     connect_timeout: Duration,
 }
 
 impl Api {
+    /// Several addresses are separated by commas.
+    ///
     /// # Errors
     /// The address is none, or the key can't be a header.
     pub fn new(address: &str, connection: &Connection) -> Result<Self, Error> {
+        Self::of(address.parse()?, connection)
+    }
+
+    pub(crate) fn of(addresses: Addresses, connection: &Connection) -> Result<Self, Error> {
         let key = |key: &String| {
             let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
                 .map_err(|_| Error::invalid("The API key has characters that a key can't have."))?;
@@ -58,7 +64,7 @@ impl Api {
             Ok(value)
         };
         let authorization = connection.api_key.as_ref().map(key).transpose()?;
-        Ok(Self { address: address.parse()?, authorization, connect_timeout: connection.connect_timeout })
+        Ok(Self { addresses, authorization, connect_timeout: connection.connect_timeout })
     }
 
     /// Asks for something below `/v1`, such as `GET /v1/snapshots`. What the server refuses is an answer too: look at its status.
@@ -74,34 +80,44 @@ impl Api {
     }
 
     fn cut(&self, why: impl std::fmt::Display) -> Error {
-        Error::Unavailable { message: format!("{}: {why}", self.address) }
+        Error::Unavailable { message: format!("{}: {why}", self.addresses.here()) }
+    }
+
+    /// Connects to the first that can be reached.
+    async fn connect(&self) -> Result<(TcpStream, &Address), Error> {
+        let mut failed = Vec::new();
+        for (index, address) in self.addresses.in_turn() {
+            match timeout(self.connect_timeout, TcpStream::connect(address.socket())).await {
+                Ok(Ok(tcp)) => {
+                    self.addresses.answered(index);
+                    return Ok((tcp, address));
+                }
+                Ok(Err(error)) => failed.push(format!("connecting to {address}: {error}")),
+                Err(_) => failed.push(format!("{address} did not answer within {:?}", self.connect_timeout)),
+            }
+        }
+        Err(Error::Unavailable { message: failed.join("; ") })
     }
 
     /// Sends a request; what is answered comes when it is read.
     async fn send(&self, method: &str, path: &str, kind: Option<&'static str>, body: Sent) -> Result<Response<Incoming>, Error> {
         let cut = |why: String| Error::Unavailable { message: why };
-        let (host, port) = self.address.socket();
-        let connecting = timeout(self.connect_timeout, TcpStream::connect((host, port))).await;
-        let tcp = match connecting {
-            Ok(Ok(tcp)) => tcp,
-            Ok(Err(error)) => return Err(cut(format!("connecting to {}: {error}", self.address))),
-            Err(_) => return Err(cut(format!("{} did not answer within {:?}", self.address, self.connect_timeout))),
-        };
-        let request = self.build(method, path, kind, body)?;
+        let (tcp, address) = self.connect().await?;
+        let request = self.build(address, method, path, kind, body)?;
         let asked = async {
-            if self.address.is_secure() {
-                let stream = tls(host, tcp).await.map_err(|why| cut(format!("{}: {why}", self.address)))?;
+            if address.is_secure() {
+                let stream = tls(address.socket().0, tcp).await.map_err(|why| cut(format!("{address}: {why}")))?;
                 self.ask(stream, request).await
             } else {
                 self.ask(tcp, request).await
             }
         };
-        timeout(ANSWER_WITHIN, asked).await.unwrap_or_else(|_| Err(cut(format!("{} did not answer in time", self.address))))
+        timeout(ANSWER_WITHIN, asked).await.unwrap_or_else(|_| Err(cut(format!("{address} did not answer in time"))))
     }
 
-    fn build(&self, method: &str, path: &str, kind: Option<&'static str>, body: Sent) -> Result<Request<Sent>, Error> {
+    fn build(&self, address: &Address, method: &str, path: &str, kind: Option<&'static str>, body: Sent) -> Result<Request<Sent>, Error> {
         let method = Method::from_bytes(method.as_bytes()).map_err(|_| Error::invalid(format!("{method:?} is no method of HTTP.")))?;
-        let mut request = Request::builder().method(method).uri(self.address.path(path)).header(HOST, self.address.authority());
+        let mut request = Request::builder().method(method).uri(address.path(path)).header(HOST, address.authority());
         if let Some(value) = &self.authorization {
             request = request.header(AUTHORIZATION, value.clone());
         }
@@ -126,7 +142,7 @@ impl Api {
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.map_err(|error| self.cut(error))?.to_bytes();
         if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
-            let message = format!("{} answered {status}: {}", self.address, message(&body));
+            let message = format!("{} answered {status}: {}", self.addresses.here(), message(&body));
             return Err(Error::Denied { message });
         }
         let body = if body.is_empty() {

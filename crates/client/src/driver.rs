@@ -21,10 +21,10 @@ use tokio_tungstenite::tungstenite::{Bytes, Message, protocol::CloseFrame};
 
 use crate::{
     Connection, Ended, Error,
-    connect::{Attempt, Connector, Failure, Socket},
-    cookies::Cookies,
+    connect::{Attempt, Failure, Socket},
     ends::{DriverEnd, UserEnd, Written, ends},
     outage::{Outage, Setback},
+    route::Route,
     session::{Effect, Found, Identity, Session},
     watch::{Silence, Watch},
 };
@@ -76,8 +76,7 @@ pub(crate) struct Shared {
 pub(crate) struct Driver {
     session: Session,
     settings: Connection,
-    connector: Connector,
-    cookies: Cookies,
+    route: Route,
     outage: Outage,
     commands: mpsc::Receiver<Command>,
     shared: Arc<Shared>,
@@ -107,7 +106,7 @@ impl Driver {
     pub(crate) fn new(
         session: Session,
         settings: Connection,
-        connector: Connector,
+        route: Route,
         commands: mpsc::Receiver<Command>,
         shared: Arc<Shared>,
         opened: oneshot::Sender<Result<Identity, Error>>,
@@ -116,8 +115,7 @@ impl Driver {
         Self {
             session,
             settings,
-            connector,
-            cookies: Cookies::default(),
+            route,
             outage,
             commands,
             shared,
@@ -135,23 +133,30 @@ impl Driver {
     pub(crate) async fn drive(mut self) {
         let mut delay = Duration::ZERO;
         let error = loop {
-            let setback = match self.connect(delay).await {
+            let (leave, was_ready) = match self.connect(delay).await {
                 Ok(socket) => {
                     self.session.opened();
                     let leave = self.converse(socket).await;
                     if self.session.is_restoring() {
                         self.outage.lost_while_restoring(Instant::now());
                     }
+                    let was_ready = self.session.is_ready();
                     self.session.cut();
-                    leave
+                    (leave, was_ready)
                 }
-                Err(leave) => leave,
+                Err(leave) => (leave, false),
             };
-            let setback = match setback {
+            let setback = match leave {
                 Leave::Again(setback) => setback,
+                // Another server may have it, and be out of reach just now.
+                Leave::Over(Error::NotFound { message }) if !self.route.knows_nothing() => Setback::Cut(message),
                 Leave::Over(error) => break error,
             };
             tracing::debug!(?setback, "the sandbox is out of reach");
+            // Where it was it is most likely still; who did not have it, or does not answer, is not asked twice in a row.
+            if !was_ready && !matches!(setback, Setback::InUse(_)) {
+                self.route.turn_to_next();
+            }
             match self.outage.setback(&setback, Instant::now(), rand::random()) {
                 Ok(wait) => delay = wait,
                 Err(error) => break error,
@@ -182,8 +187,8 @@ impl Driver {
     }
 
     async fn connect(&mut self, delay: Duration) -> Result<Socket, Leave> {
-        let connector = self.connector.clone();
-        let (target, cookies) = (self.session.target(), self.cookies.header());
+        let connector = self.route.connector().clone();
+        let (target, cookies) = (self.session.target(), self.route.cookies().header());
         let attempt = async move {
             sleep(delay).await;
             connector.connect(target, cookies).await
@@ -198,7 +203,7 @@ impl Driver {
                 return Err(Leave::Over(Error::Closed));
             }
         };
-        self.cookies.take(&headers);
+        self.route.cookies().take(&headers);
         result.map_err(|failure| match failure {
             Failure::Again(setback) => Leave::Again(setback),
             Failure::Final(error) => Leave::Over(error),
@@ -436,6 +441,7 @@ impl Driver {
         match effect {
             Effect::Ready(found) => {
                 self.outage.ready(now);
+                self.route.reached();
                 self.shared.generation.store(self.session.generation(), Ordering::Relaxed);
                 self.take_up(found);
                 self.acknowledge_input();
@@ -491,7 +497,8 @@ impl Driver {
                 // Asked for before it was known that another one runs.
                 live.end(Err(in_progress(true)));
             }
-            let (driver, user) = ends(found.id, found.from, found.stdin_offset);
+            let (driver, mut user) = ends(found.id, found.from, found.stdin_offset);
+            (user.held_to, user.tty) = (found.end, found.tty);
             self.live = Some(driver);
             self.found = Some((user, found.running));
         }

@@ -80,6 +80,9 @@ pub(crate) struct UserEnd {
     pub(crate) acknowledged: watch::Receiver<Option<u64>>,
     /// How much input there was before this.
     pub(crate) input_from: u64,
+    /// How far the output of one that was found went, as far as is known.
+    pub(crate) held_to: Option<PerStream<u64>>,
+    pub(crate) tty: bool,
 }
 
 impl Drop for UserEnd {
@@ -118,7 +121,7 @@ pub(crate) fn ends(id: ExecutionId, from: PerStream<u64>, input_from: u64) -> (D
         ended: false,
         discard: false,
     };
-    (driver, UserEnd { id, pieces: piece_receiver, consumed, input: input_sender, acknowledged, input_from })
+    (driver, UserEnd { id, pieces: piece_receiver, consumed, input: input_sender, acknowledged, input_from, held_to: None, tty: false })
 }
 
 impl DriverEnd {

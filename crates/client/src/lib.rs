@@ -17,7 +17,8 @@
 //!
 //! A cut connection, a restarted server, a sandbox that moves to another server: all of it is a short wait and nothing else. Output
 //! and input are numbered; what was lost on the way is sent again, what came twice is dropped, and nothing is run twice. A task in
-//! the background holds the connection ([`Sandbox`]); it knows the load balancer's cookies, so that it finds its way back. What can't
+//! the background holds the connection ([`Sandbox`]); it knows the load balancer's cookies, so that it finds its way back,
+//! and of several servers that share a volume (`"http://a:8080,http://b:8080"`) it goes to the next where one is gone. What can't
 //! be mended is an [`Error`] whose kind says what to do. A server that had to go back to an earlier save is such a case:
 //! [`Error::Rewound`].
 //!
@@ -41,6 +42,7 @@ mod execution;
 mod files;
 mod options;
 mod outage;
+mod route;
 mod run;
 mod sandbox;
 mod session;

@@ -74,6 +74,19 @@ impl Run {
         &self.user.id
     }
 
+    /// Whether it has a terminal, of one that was found by an attach; a server of an older version does not say.
+    #[must_use]
+    pub fn has_terminal(&self) -> bool {
+        self.user.tty
+    }
+
+    /// How far the output of one that was found by an attach went at that moment, of stdout and of stderr; a server of an older version
+    /// does not say.
+    #[must_use]
+    pub fn held_to(&self) -> Option<(u64, u64)> {
+        self.user.held_to.map(|held| (held.stdout, held.stderr))
+    }
+
     /// How many bytes of stdout and of stderr were consumed.
     #[must_use]
     pub fn offsets(&self) -> (u64, u64) {

@@ -9,9 +9,9 @@ use tokio::{
 };
 
 use crate::{
-    Address, Api, Connection, Error, Execution, Files, Options, Run,
-    connect::Connector,
+    Api, Connection, Error, Execution, Files, Options, Run,
     driver::{Command, Control, Driver, Shared},
+    route::{Addresses, Route},
     session::{Identity, Session},
 };
 
@@ -57,7 +57,8 @@ impl Inner {
 }
 
 impl Sandbox {
-    /// Makes a sandbox.
+    /// Makes a sandbox. Several addresses, separated by commas, are of servers that share a volume: where one is gone, the next is
+    /// tried, now and whenever the connection breaks.
     ///
     /// If the connection breaks before the server has named the sandbox, another one is made; the first is deleted by the server when
     /// its idle time is over.
@@ -131,12 +132,13 @@ impl Sandbox {
     }
 
     async fn open(address: &str, connection: Connection, session: Session) -> Result<Self, Error> {
-        let api = Api::new(address, &connection)?;
-        let connector = Connector::new(address.parse::<Address>()?, &connection)?;
+        let addresses: Addresses = address.parse()?;
+        let api = Api::of(addresses.clone(), &connection)?;
+        let route = Route::new(addresses, &connection)?;
         let (sender, receiver) = mpsc::channel(MAX_WAITING_COMMANDS);
         let (opened, answer) = oneshot::channel();
         let shared = Arc::new(Shared::default());
-        let driver = Driver::new(session, connection, connector, receiver, shared.clone(), opened);
+        let driver = Driver::new(session, connection, route, receiver, shared.clone(), opened);
         let inner = Arc::new(Inner { commands: sender, shared, _task: tokio::spawn(driver.drive()) });
         let Identity { id, token } = answer.await.map_err(|_| inner.over())??;
         Ok(Self { inner, id, token, api })
@@ -238,6 +240,13 @@ impl ResumeFrom {
     /// Goes on where a [`Run`] of an earlier client had got to, as told by [`Run::offsets`].
     #[must_use]
     pub fn offsets(id: ExecutionId, stdout: u64, stderr: u64) -> Self {
-        Self(OffsetsRequest { execution_id: Some(id), stdout_offset: Some(stdout), stderr_offset: Some(stderr) })
+        Self(OffsetsRequest { execution_id: Some(id), stdout_offset: Some(stdout), stderr_offset: Some(stderr), peek: None })
+    }
+
+    /// Everything that the sandbox still holds, only to look at: nothing is acknowledged by it, and the next client finds it all again.
+    /// What a client has acknowledged is not held.
+    #[must_use]
+    pub fn peek() -> Self {
+        Self(OffsetsRequest { execution_id: None, stdout_offset: Some(0), stderr_offset: Some(0), peek: Some(true) })
     }
 }

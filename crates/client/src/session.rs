@@ -81,6 +81,9 @@ pub(crate) struct Found {
     pub(crate) running: bool,
     pub(crate) from: PerStream<u64>,
     pub(crate) stdin_offset: u64,
+    /// How far its output goes, as far as is known.
+    pub(crate) end: Option<PerStream<u64>>,
+    pub(crate) tty: bool,
 }
 
 #[derive(Debug)]

@@ -183,6 +183,7 @@ impl Model {
             execution_id: Some(offsets.id.clone()),
             stdout_offset: Some(offsets.upto.stdout),
             stderr_offset: Some(offsets.upto.stderr),
+            ..OffsetsRequest::default()
         });
     }
 
@@ -246,13 +247,7 @@ impl Model {
 
     fn reconnect(&mut self, offsets: &OffsetsRequest, answer: bool) {
         let Some(program) = &self.program else {
-            self.say(ServerEvent::Resumed(Resumed {
-                execution_id: None,
-                running: None,
-                stdout_offset: None,
-                stderr_offset: None,
-                stdin_offset: None,
-            }));
+            self.say(ServerEvent::Resumed(Resumed::default()));
             return;
         };
         if offsets.execution_id.as_ref().is_some_and(|id| *id != program.id) {
@@ -269,6 +264,7 @@ impl Model {
             stdout_offset: Some(from.stdout),
             stderr_offset: Some(from.stderr),
             stdin_offset: Some(program.input.len() as u64),
+            ..Resumed::default()
         };
         let mut error = ErrorEvent::new(ErrorCode::OutputGone, "gone");
         error.available_from = Some(OffsetsEvent { stdout_offset: from.stdout, stderr_offset: from.stderr });

@@ -159,13 +159,16 @@ impl Session {
         self.link = Link::Ready;
         let from = PerStream { stdout: resumed.stdout_offset.unwrap_or(0), stderr: resumed.stderr_offset.unwrap_or(0) };
         let stdin_offset = resumed.stdin_offset.unwrap_or(0);
-        if self.take_up.take().is_some() {
-            let found = resumed.execution_id.map(|id| Found { id, running: resumed.running.unwrap_or(false), from, stdin_offset });
+        if let Some(asked) = self.take_up.take() {
+            let end = resumed.stdout_end.zip(resumed.stderr_end).map(|(stdout, stderr)| PerStream { stdout, stderr });
+            let (running, tty) = (resumed.running.unwrap_or(false), resumed.tty.unwrap_or(false));
+            let found = resumed.execution_id.map(|id| Found { id, running, from, stdin_offset, end, tty });
             if self.run.is_some() && !found.as_ref().is_some_and(|found| found.running) {
                 // Something else was asked for meanwhile, and nothing is in its way.
                 return Some(Effect::Ready(None));
             }
-            self.run = found.as_ref().map(|found| Run::found(found.id.clone(), found.from, found.stdin_offset));
+            let peek = asked.peek == Some(true);
+            self.run = found.as_ref().map(|found| Run::found(found.id.clone(), found.from, found.stdin_offset, peek));
             return Some(Effect::Ready(found));
         }
         let Some(run) = &mut self.run else { return Some(Effect::Ready(None)) };

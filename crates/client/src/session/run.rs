@@ -60,6 +60,8 @@ pub(super) struct Run {
     pub(super) resize: Option<(u16, u16, Wish)>,
     /// Sent at most once each.
     pub(super) signals: Vec<i32>,
+    /// Nothing is acknowledged: it is there for the next client too.
+    peek: bool,
     /// Output is missing in front of what came, and the server has not said that it is gone.
     pub(super) gap: bool,
 }
@@ -86,8 +88,8 @@ impl Run {
         Self::new(id, message, Phase::Requested { sent: false, in_doubt: false }, PerStream::default(), 0)
     }
 
-    pub(super) fn found(id: ExecutionId, from: PerStream<u64>, stdin_offset: u64) -> Self {
-        Self::new(id, String::new(), Phase::Running, from, stdin_offset)
+    pub(super) fn found(id: ExecutionId, from: PerStream<u64>, stdin_offset: u64, peek: bool) -> Self {
+        Self { peek, ..Self::new(id, String::new(), Phase::Running, from, stdin_offset) }
     }
 
     fn new(id: ExecutionId, message: String, phase: Phase, from: PerStream<u64>, stdin_offset: u64) -> Self {
@@ -103,6 +105,7 @@ impl Run {
             kill: None,
             resize: None,
             signals: Vec::new(),
+            peek: false,
             gap: false,
         }
     }
@@ -131,7 +134,12 @@ impl Run {
     }
 
     fn offsets(&self, at: PerStream<u64>) -> OffsetsRequest {
-        OffsetsRequest { execution_id: Some(self.id.clone()), stdout_offset: Some(at.stdout), stderr_offset: Some(at.stderr) }
+        OffsetsRequest {
+            execution_id: Some(self.id.clone()),
+            stdout_offset: Some(at.stdout),
+            stderr_offset: Some(at.stderr),
+            peek: self.peek.then_some(true),
+        }
     }
 
     /// Takes a piece, or what is new of it.
@@ -178,7 +186,7 @@ impl Run {
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let ack = self.consumed_at.filter(|_| self.consumed != self.acknowledged).map(|at| at + ACK_AFTER);
+        let ack = self.consumed_at.filter(|_| !self.peek && self.consumed != self.acknowledged).map(|at| at + ACK_AFTER);
         ack.into_iter().chain(self.input.deadline()).min()
     }
 
@@ -213,7 +221,7 @@ impl Run {
         let behind = |stream| self.consumed.get(stream).saturating_sub(*self.acknowledged.get(stream));
         let most = behind(Stream::Stdout).max(behind(Stream::Stderr));
         let paused = self.consumed_at.is_some_and(|at| now >= at + ACK_AFTER);
-        if most == 0 || !(most >= ACK_BYTES || paused) {
+        if self.peek || most == 0 || !(most >= ACK_BYTES || paused) {
             return None;
         }
         self.acknowledged = self.consumed;

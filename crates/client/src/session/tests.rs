@@ -288,12 +288,35 @@ fn an_execution_that_is_there_is_taken_up_by_an_attach() {
     session.received(r#"{"event":"status_update","status":"SANDBOX_RUNNING"}"#, now);
     session.next_message(now);
     let resumed = r#"{"event":"resumed","execution_id":"x","running":true,"stdout_offset":5,"stderr_offset":0,"stdin_offset":2}"#;
-    let found = Found { id: "x".parse().unwrap(), running: true, from: PerStream { stdout: 5, stderr: 0 }, stdin_offset: 2 };
+    let found =
+        Found { id: "x".parse().unwrap(), running: true, from: PerStream { stdout: 5, stderr: 0 }, stdin_offset: 2, end: None, tty: false };
     assert_eq!(session.received(resumed, now), Some(Effect::Ready(Some(found))));
     let piece = session.received(r#"{"event":"stdout","data":"ab","offset":5,"end":7,"execution_id":"x"}"#, now);
     assert!(matches!(piece, Some(Effect::Piece(Piece { offset: 5, end: 7, .. }))));
     session.write(b"in");
     assert_eq!(session.next_message(now).as_deref(), Some(r#"{"event":"stdin","data":"in","offset":2}"#));
+}
+
+#[test]
+fn who_only_looks_acknowledges_nothing_and_says_so_again_after_a_cut() {
+    let peek = OffsetsRequest { stdout_offset: Some(0), stderr_offset: Some(0), peek: Some(true), ..OffsetsRequest::default() };
+    let mut session = Session::attach(Identity { id: SandboxId::random(), token: None }, peek);
+    let now = Instant::now();
+    let running = r#"{"event":"status_update","status":"SANDBOX_RUNNING"}"#;
+    let resumed = r#"{"event":"resumed","execution_id":"x","running":true,"stdout_offset":3,"stderr_offset":0,"stdin_offset":0,"stdout_end":5,"stderr_end":0,"tty":true}"#;
+    session.opened();
+    session.received(running, now);
+    assert_eq!(session.next_message(now).as_deref(), Some(r#"{"action":"reconnect","stdout_offset":0,"stderr_offset":0,"peek":true}"#));
+    let Some(Effect::Ready(Some(found))) = session.received(resumed, now) else { panic!("it is there") };
+    assert_eq!((found.end, found.tty), (Some(PerStream { stdout: 5, stderr: 0 }), true));
+    session.received(r#"{"event":"stdout","data":"ab","offset":3,"end":5,"execution_id":"x"}"#, now);
+    session.consumed(PerStream { stdout: 5, stderr: 0 }, now);
+    assert_eq!((session.deadline(), session.next_message(now + Duration::from_secs(10))), (None, None));
+    session.cut();
+    session.opened();
+    session.received(running, now);
+    let again = r#"{"action":"reconnect","execution_id":"x","stdout_offset":5,"stderr_offset":0,"peek":true}"#;
+    assert_eq!(session.next_message(now).as_deref(), Some(again));
 }
 
 #[test]

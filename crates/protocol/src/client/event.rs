@@ -146,7 +146,7 @@ impl ErrorEvent {
 }
 
 /// The answer to `reconnect`: where the output goes on. All none: nothing was ever run.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Resumed {
     pub execution_id: Option<ExecutionId>,
@@ -154,6 +154,14 @@ pub struct Resumed {
     pub stdout_offset: Option<u64>,
     pub stderr_offset: Option<u64>,
     pub stdin_offset: Option<u64>,
+    /// How far its output goes so far: behind these offsets it is new.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stdout_end: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stderr_end: Option<u64>,
+    /// It has a terminal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tty: Option<bool>,
 }
 
 /// The agent has the input before this offset.

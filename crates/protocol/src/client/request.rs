@@ -230,6 +230,9 @@ pub struct OffsetsRequest {
     pub stdout_offset: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stderr_offset: Option<u64>,
+    /// With `reconnect`: what is sent from now on is only looked at. It counts as not acknowledged, and is there for the next client.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peek: Option<bool>,
 }
 
 /// Where a rollback goes.

@@ -101,7 +101,8 @@ mod tests {
 
     #[test]
     fn a_request_is_written_as_the_contract_spells_it() {
-        let offsets = OffsetsRequest { execution_id: "e".parse().ok(), stdout_offset: Some(1), stderr_offset: None };
+        let offsets = OffsetsRequest { execution_id: "e".parse().ok(), stdout_offset: Some(1), stderr_offset: None, peek: None };
+        let peek = OffsetsRequest { peek: Some(true), ..OffsetsRequest::default() };
         let execute = ExecuteRequest {
             language: "bash".into(),
             code: "true".into(),
@@ -128,6 +129,7 @@ mod tests {
             (Request::KillSandbox, r#"{"action":"kill_sandbox"}"#),
             (Request::Ack(offsets.clone()), r#"{"action":"ack","execution_id":"e","stdout_offset":1}"#),
             (Request::Reconnect(offsets), r#"{"action":"reconnect","execution_id":"e","stdout_offset":1}"#),
+            (Request::Reconnect(peek), r#"{"action":"reconnect","peek":true}"#),
             (Request::Reconnect(OffsetsRequest::default()), r#"{"action":"reconnect"}"#),
             (Request::Checkpoint { include_execution: false }, r#"{"action":"checkpoint"}"#),
             (Request::Snapshot { name: None }, r#"{"action":"snapshot"}"#),

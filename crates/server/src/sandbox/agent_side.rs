@@ -77,7 +77,9 @@ impl Driver {
                 self.kill_deadline = None;
                 self.try_finish();
             }
-            FromAgent::Resumed { number, from, stdin_offset, sequence, .. } => self.on_resumed(number, sequence, from, stdin_offset),
+            FromAgent::Resumed { number, from, end, stdin_offset, sequence } => {
+                self.on_resumed(number, sequence, (from, end), stdin_offset)
+            }
             FromAgent::StdinAck { number, offset } => {
                 let Some(execution) = self.execution.as_ref().filter(|execution| execution.number == number && execution.stdin_acks) else {
                     return;
@@ -133,6 +135,7 @@ impl Driver {
                 stdout_offset: Some(0),
                 stderr_offset: Some(0),
                 stdin_offset: Some(0),
+                ..Resumed::default()
             }));
         }
         let mut delivery = Delivery::from_the_start(execution.number, execution.id.clone(), execution.note.encoding);
@@ -141,7 +144,7 @@ impl Driver {
         client.outbox.push(Outgoing::End(execution.failure(why)));
     }
 
-    fn on_resumed(&mut self, number: u64, sequence: u64, from: PerStream<u64>, stdin_offset: u64) {
+    fn on_resumed(&mut self, number: u64, sequence: u64, (from, end): (PerStream<u64>, PerStream<u64>), stdin_offset: u64) {
         let (Some(execution), Some(client)) = (&mut self.execution, &mut self.client) else { return };
         let Some(delivery) = client.delivery.as_mut().filter(|delivery| delivery.number == number) else { return };
         if !delivery.answered(sequence, from) {
@@ -156,6 +159,9 @@ impl Driver {
                 stdout_offset: Some(from.stdout),
                 stderr_offset: Some(from.stderr),
                 stdin_offset: Some(stdin_offset),
+                stdout_end: Some(end.stdout),
+                stderr_end: Some(end.stderr),
+                tty: execution.note.tty.then_some(true),
             }));
         }
         if wanted.is_some_and(|wanted| wanted.stdout < from.stdout || wanted.stderr < from.stderr) {

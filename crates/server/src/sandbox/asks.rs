@@ -1,10 +1,14 @@
-//! What the resource API asks of a sandbox, whether or not a client is attached: a snapshot, a checkpoint, going back.
+//! What the resource API asks of a sandbox, whether or not a client is attached: a snapshot, a checkpoint, going back, the end of what runs in it.
 //!
 //! One after the other, and none while the sandbox is being saved for another reason: who asks waits for that.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
-use sandboxer_protocol::client::{ErrorCode, SnapshotTarget};
+use sandboxer_protocol::{
+    ExecutionId,
+    agent::{ExitCause, ToAgent},
+    client::{ErrorCode, SnapshotTarget},
+};
 use sandboxer_store::Manifest;
 use tokio::sync::oneshot;
 
@@ -31,6 +35,10 @@ pub(crate) enum Ask {
         name: String,
         replace: bool,
     },
+    /// Ends the running execution with all that it started, or only sends it a signal. Waits for nothing.
+    Kill {
+        signal: Option<i32>,
+    },
 }
 
 /// What was done.
@@ -41,6 +49,8 @@ pub(crate) enum Told {
     Checkpointed,
     RolledBack,
     Filesystem(Box<Manifest>),
+    /// This execution was asked to end.
+    Killed(Arc<ExecutionId>),
 }
 
 /// Why not. The sandbox goes on.
@@ -90,6 +100,11 @@ impl Asks {
 
 impl Driver {
     pub(super) fn on_ask(&mut self, ask: Ask, reply: Reply) {
+        if let Ask::Kill { signal } = ask {
+            // Nobody waits for an answer any longer if this fails.
+            let _ = reply.send(self.kill_from_outside(signal));
+            return;
+        }
         if self.asks.waiting.len() >= MAX_WAITING {
             let message = "Too many requests wait for this sandbox. Try again later.";
             // Nobody waits for an answer any longer if this fails.
@@ -146,8 +161,23 @@ impl Driver {
             Ask::SnapshotFilesystem { name, replace } => {
                 self.begin_packing(&name, replace).map(|()| What::SnapshotFilesystem).map_err(because)
             }
+            // It was done at once.
+            Ask::Kill { .. } => Err(because((ErrorCode::Internal, "A kill does not wait.".to_owned()))),
             Ask::RollBack(target) => self.begin_rollback(&target).map(|()| What::RollBack).map_err(because),
         }
+    }
+
+    /// An attached client sees it end, as if it had asked for it.
+    fn kill_from_outside(&mut self, signal: Option<i32>) -> Result<Told, Refused> {
+        let Some(execution) = self.execution.as_ref().filter(|execution| execution.is_live()) else {
+            return Err(Refused::Because(ErrorCode::NothingRunning, "Nothing runs in this sandbox.".to_owned()));
+        };
+        let (id, number) = (execution.id.clone(), execution.number);
+        match signal {
+            Some(signal) => self.writer.queue(&ToAgent::Signal { number, signal }),
+            None => self.kill_execution(ExitCause::ForceKilled),
+        }
+        Ok(Told::Killed(id))
     }
 
     /// Why it can't be checkpointed.

@@ -174,6 +174,8 @@ pub(super) struct Client {
     pub(super) grace: Grace,
     /// It asked where its output goes on, and waits for the answer.
     pub(super) announce_resume: bool,
+    /// It only looks: what it gets is there for the next one too.
+    pub(super) peeks: bool,
     /// From where it wanted its output.
     pub(super) wanted: Option<PerStream<u64>>,
     /// What the newest ping that is on its way will acknowledge.
@@ -728,6 +730,7 @@ impl Driver {
             delivery: None,
             grace,
             announce_resume: false,
+            peeks: false,
             wanted: None,
             ping: None,
             last_ping: Pinged::default(),
@@ -809,6 +812,9 @@ impl Driver {
 
     /// A client has this much of an execution for sure.
     pub(super) fn acknowledge(&mut self, number: u64, upto: PerStream<u64>, end: bool) {
+        if self.client.as_ref().is_some_and(|client| client.peeks) {
+            return;
+        }
         let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
         let news = end && !execution.end_acknowledged;
         execution.end_acknowledged |= end;
@@ -908,7 +914,7 @@ impl Driver {
             for message in last_words {
                 client.outbox.push(message);
             }
-            let mut handed = delivery.as_ref().map(Delivery::handed);
+            let mut handed = delivery.as_ref().filter(|_| !client.peeks).map(Delivery::handed);
             let mut end_handed = delivery.as_ref().is_some_and(|delivery| delivery.end_handed);
             let until = Instant::now() + FAREWELL;
             while let Some(message) = client.outbox.pop() {
@@ -984,7 +990,7 @@ impl Client {
         let pong = self.port.pongs.borrow_and_update();
         let sequence = Pinged::sequence_of(&pong).filter(|sequence| pong.has_changed() && *sequence <= self.last_ping.sequence);
         drop(pong);
-        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence))
+        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence)).filter(|_| !self.peeks)
     }
 }
 

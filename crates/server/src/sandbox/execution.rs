@@ -21,6 +21,8 @@ pub(crate) struct Note {
     /// The timeout as it was asked for, for the message.
     #[serde(default)]
     pub(crate) timeout_ms: Option<u64>,
+    #[serde(default)]
+    pub(crate) tty: bool,
 }
 
 #[derive(Debug)]

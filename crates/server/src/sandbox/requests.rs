@@ -200,6 +200,7 @@ impl Driver {
         let timeout = request.timeout.and_then(|timeout| timeout.nonzero());
         let note = Note {
             encoding: request.encoding.unwrap_or_default(),
+            tty: request.tty.is_some(),
             timeout_ms: timeout.map(|timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX)),
             deadline_unix_ms: timeout.map(|timeout| {
                 jiff::Timestamp::now().as_millisecond().saturating_add(i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX))
@@ -227,6 +228,7 @@ impl Driver {
         self.writer.queue_exec(&spec, request.code.as_bytes());
         self.writer.queue(&ToAgent::Credit { number, upto: delivery.granted() });
         client.delivery = Some(delivery);
+        client.peeks = false;
         self.execution = Some(execution);
         self.metrics.executions.inc();
     }
@@ -291,8 +293,7 @@ impl Driver {
         if self.execution.is_none() && offsets.execution_id.is_none() {
             if let Some(client) = &mut self.client {
                 client.grace = Grace::Over;
-                let (execution_id, running, stdout_offset, stderr_offset, stdin_offset) = (None, None, None, None, None);
-                client.outbox.event(ServerEvent::Resumed(Resumed { execution_id, running, stdout_offset, stderr_offset, stdin_offset }));
+                client.outbox.event(ServerEvent::Resumed(Resumed::default()));
             }
             return;
         }
@@ -340,6 +341,7 @@ impl Driver {
         let mut end_due = !execution.end_acknowledged;
         if let Some(offsets) = offsets {
             client.announce_resume = true;
+            client.peeks = offsets.peek == Some(true);
             end_due |= offsets.execution_id.is_some() || offsets.stdout_offset.is_some() || offsets.stderr_offset.is_some();
             from = PerStream {
                 stdout: offsets.stdout_offset.unwrap_or(acknowledged.stdout),

@@ -85,7 +85,7 @@ impl ApiError {
         let status = match code {
             ErrorCode::RateLimited => StatusCode::TOO_MANY_REQUESTS,
             ErrorCode::UnknownSnapshot | ErrorCode::UnknownFilesystemSnapshot => StatusCode::NOT_FOUND,
-            ErrorCode::NotNow | ErrorCode::ExecutionInProgress | ErrorCode::NameTaken => StatusCode::CONFLICT,
+            ErrorCode::NotNow | ErrorCode::ExecutionInProgress | ErrorCode::NothingRunning | ErrorCode::NameTaken => StatusCode::CONFLICT,
             ErrorCode::NoCapacity
             | ErrorCode::NotReady
             | ErrorCode::ServerStopping

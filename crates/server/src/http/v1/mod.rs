@@ -7,6 +7,7 @@ mod executions;
 mod files;
 mod filesystems;
 mod idempotency;
+mod kill;
 mod objects;
 mod page;
 mod profiles;
@@ -59,6 +60,7 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/sandboxes/{id}/fork", post(travel::fork))
         .route("/v1/sandboxes/{id}/filesystem-snapshot", post(filesystems::take))
         .route("/v1/sandboxes/{id}/executions", post(executions::run))
+        .route("/v1/sandboxes/{id}/executions/kill", post(kill::kill))
         .route("/v1/sandboxes/{id}/files", get(files::read).put(files::write).delete(files::remove))
         .route("/v1/sandboxes/{id}/files/stat", get(files::stat))
         .route("/v1/sandboxes/{id}/files/list", get(files::list))

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use sandboxer_protocol::{
     ExecutionId, SandboxId,
-    client::{ExecuteRequest, Request, ServerEvent, Status},
+    client::{ErrorCode, ExecuteRequest, Request, ServerEvent, Status},
 };
 use tokio::{
     sync::{mpsc, watch},
@@ -15,6 +15,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{Native, NativeError, travel::RESTS};
 use crate::sandbox::{
+    asks::{Ask, Told},
     client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing, Piece},
     driver::Attachment,
 };
@@ -43,6 +44,16 @@ pub(crate) struct Watched {
 }
 
 impl Native {
+    /// Ends what runs, or sends it a signal, whoever its client is.
+    pub(crate) async fn kill_execution(&self, id: SandboxId, who: Option<&str>, signal: Option<i32>) -> Result<ExecutionId, NativeError> {
+        match self.running(id, who).await?.ask(Ask::Kill { signal }).await {
+            Some(Ok(Told::Killed(execution))) => Ok((*execution).clone()),
+            Some(Ok(_)) => Err(NativeError::Because(ErrorCode::Internal, "Something else was done.".to_owned())),
+            Some(Err(refused)) => Err(refused.into()),
+            None => Err(NativeError::NotReady(RESTS)),
+        }
+    }
+
     /// Has a sandbox that nobody is attached to run something. `input` is all that it gets to read.
     pub(crate) async fn execute(
         &self,
