@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let place = |name: &str| Ok::<_, anyhow::Error>(format!("/v1/filesystem-snapshots/{}", id(name)?));
     match &args.command {
         Command::Create { replace, id: sandbox, name } => {
-            let path = format!("/v1/sandboxes/{}/filesystem-snapshot", id(sandbox)?);
+            let path = format!("/v1/sandboxes/{}/filesystem-snapshot", ask.sandbox_id(sandbox)?);
             let body = json!({ "name": name, "replace": replace });
             let made = working("keeping the files", || ask.ask("POST", &path, Some(&body)))?;
             ask.print(&made, named)
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         Command::Get { name } => ask.print(&ask.ask("GET", &place(name)?, None)?, details),
         Command::Rm { name } => {
             ask.ask("DELETE", &place(name)?, None)?;
-            Ok(ExitCode::SUCCESS)
+            ask.done(&json!({ "name": name }))
         }
         Command::Export { name, file } => export(ask, &place(name)?, file),
         Command::Import { replace, name, file } => {

@@ -3,21 +3,30 @@
 //! `main` starts no threads and no runtime: `serve` has to enter a user namespace first where it is not root, and a process can do that only while it has
 //! one thread. Each verb that needs a runtime makes its own.
 
+mod ask;
+mod attach;
 mod cp;
+mod create;
 mod doctor;
+mod exec;
 mod extension;
 mod fs_snapshot;
 mod image;
+mod pages;
+mod passing;
 mod run;
 mod serve;
+mod shell;
 mod store;
+mod terminal;
+mod tokens;
 mod travel;
 mod tree;
 mod workspaces;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 /// What a wrong command line or configuration exits with (EX_USAGE of sysexits.h).
 const EXIT_USAGE: u8 = 64;
@@ -35,14 +44,24 @@ enum Command {
     /// Serve sandboxes over WebSockets
     Serve(Box<serve::Args>),
     /// Run a program in a throwaway sandbox and pass on its output and its exit code
-    Run(run::RunArgs),
+    Run(Box<run::RunArgs>),
     /// Make a sandbox of any kind, and print its id
-    Create(workspaces::CreateArgs),
+    Create(Box<create::Args>),
+    /// Run a program or a command in a sandbox, and pass on its output and its exit code
+    Exec(Box<exec::Args>),
+    /// Open an interactive shell in a sandbox, or in a new one that is removed afterwards
+    Shell(Box<shell::Args>),
+    /// Come back to the program that runs in a sandbox
+    Attach(attach::AttachArgs),
+    /// Print the output that a sandbox holds of the program that runs in it, or ran last
+    Logs(attach::LogsArgs),
+    /// Kill the program that runs in a sandbox; the sandbox stays
+    Kill(attach::KillArgs),
     /// List the sandboxes of a server
     Ls(workspaces::ListArgs),
     /// Show a sandbox
     Get(workspaces::OneArgs),
-    /// Remove a sandbox
+    /// Remove sandboxes, with everything in them
     Rm(workspaces::RemoveArgs),
     /// Copy files and directories into a sandbox or out of it
     Cp(cp::Args),
@@ -74,6 +93,10 @@ enum Command {
     Store(store::Args),
     /// Say in plain words what works on this machine and what does not
     Doctor(doctor::Args),
+    /// Print a script by which a shell completes these commands
+    Completions(pages::CompletionsArgs),
+    /// Print the manual page, or write the pages of all commands
+    Man(pages::ManArgs),
 }
 
 fn main() -> ExitCode {
@@ -88,7 +111,12 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Serve(args) => serve::run(&args),
         Command::Run(args) => run::run(&args),
-        Command::Create(args) => workspaces::create(&args),
+        Command::Create(args) => create::run(&args),
+        Command::Exec(args) => exec::run(&args),
+        Command::Shell(args) => shell::run(&args),
+        Command::Attach(args) => attach::attach(&args),
+        Command::Logs(args) => attach::logs(&args),
+        Command::Kill(args) => attach::kill(&args),
         Command::Ls(args) => workspaces::ls(&args),
         Command::Get(args) => workspaces::get(&args),
         Command::Rm(args) => workspaces::rm(&args),
@@ -107,6 +135,8 @@ fn main() -> ExitCode {
         Command::Image(args) => image::run(args),
         Command::Store(args) => store::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Completions(args) => pages::completions(&args, Cli::command()),
+        Command::Man(args) => pages::man(&args, Cli::command()),
     };
     result.unwrap_or_else(|error| {
         eprintln!("sandboxer: {error:#}");

@@ -6,7 +6,10 @@ use anyhow::Result;
 use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 
-use crate::workspaces::{Ask, id, table, text};
+use crate::{
+    ask::{Ask, table, text},
+    tokens,
+};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct CheckpointArgs {
@@ -70,14 +73,14 @@ pub(crate) struct ForkArgs {
 
 pub(crate) fn checkpoint(args: &CheckpointArgs) -> Result<ExitCode> {
     let body = json!({ "include_execution": args.include_execution });
-    let path = format!("/v1/sandboxes/{}/checkpoint", id(&args.id)?);
+    let path = format!("/v1/sandboxes/{}/checkpoint", args.ask.sandbox_id(&args.id)?);
     let made = working("saving the sandbox", || args.ask.ask("POST", &path, Some(&body)))?;
     tell_saving(&made, &made);
     args.ask.print(&made, |made| format!("{}\n", text(made, "name")))
 }
 
 pub(crate) fn checkpoints(args: &CheckpointsArgs) -> Result<ExitCode> {
-    let list = args.ask.list(&format!("/v1/sandboxes/{}/checkpoints", id(&args.id)?))?;
+    let list = args.ask.list(&format!("/v1/sandboxes/{}/checkpoints", args.ask.sandbox_id(&args.id)?))?;
     let heads = ["NAME", "CREATED", "LATEST", "AUTOMATIC", "BYTES", "WRITTEN", "REUSED"];
     let fields = ["name", "created_at", "latest", "automatic", "size_bytes", "written_bytes", "reused_bytes"];
     args.ask.print(&list, |list| table(&heads, list, &fields))
@@ -88,7 +91,7 @@ pub(crate) fn snapshot(args: &SnapshotArgs) -> Result<ExitCode> {
     if let Some(name) = &args.name {
         body.insert("name".to_owned(), json!(name));
     }
-    let path = format!("/v1/sandboxes/{}/snapshot", id(&args.id)?);
+    let path = format!("/v1/sandboxes/{}/snapshot", args.ask.sandbox_id(&args.id)?);
     let made = working("saving the sandbox, which goes on", || args.ask.ask("POST", &path, Some(&Value::Object(body))))?;
     tell_saving(&made, &made["meta"]);
     args.ask.print(&made, |made| format!("{}\n", text(made, "id")))
@@ -96,8 +99,9 @@ pub(crate) fn snapshot(args: &SnapshotArgs) -> Result<ExitCode> {
 
 pub(crate) fn rollback(args: &RollbackArgs) -> Result<ExitCode> {
     let field = if args.to.starts_with("checkpoint_") { "checkpoint" } else { "snapshot_id" };
-    let path = format!("/v1/sandboxes/{}/rollback", id(&args.id)?);
-    let back = working("going back", || args.ask.ask("POST", &path, Some(&json!({ field: args.to }))))?;
+    let path = format!("/v1/sandboxes/{}/rollback", args.ask.sandbox_id(&args.id)?);
+    let to = if field == "snapshot_id" { args.ask.snapshot_id(&args.to)? } else { args.to.clone() };
+    let back = working("going back", || args.ask.ask("POST", &path, Some(&json!({ field: to }))))?;
     args.ask.print(&back, |back| format!("{} {} generation {}\n", text(back, "id"), text(back, "status"), back["generation"]))
 }
 
@@ -106,11 +110,17 @@ pub(crate) fn fork(args: &ForkArgs) -> Result<ExitCode> {
     if let Some(checkpoint) = &args.checkpoint {
         body.insert("checkpoint".to_owned(), json!(checkpoint));
     }
-    let from = id(&args.from)?;
-    let is_snapshot = args.checkpoint.is_none() && args.ask.is_there(&format!("/v1/snapshots/{from}"))?;
-    let path = if is_snapshot { format!("/v1/snapshots/{from}/restore") } else { format!("/v1/sandboxes/{from}/fork") };
+    let snapshot = match &args.checkpoint {
+        None => args.ask.find_snapshot(&args.from)?,
+        Some(_) => None,
+    };
+    let path = match snapshot {
+        Some(snapshot) if args.ask.is_there(&format!("/v1/snapshots/{snapshot}"))? => format!("/v1/snapshots/{snapshot}/restore"),
+        _ => format!("/v1/sandboxes/{}/fork", args.ask.sandbox_id(&args.from)?),
+    };
     let what = format!("making {} {}", args.count, if args.count == 1 { "sandbox" } else { "sandboxes" });
     let made = working(&what, || args.ask.ask("POST", &path, Some(&Value::Object(body))))?;
+    tokens::keep(&made);
     let ids = |made: &Value| made["items"].as_array().into_iter().flatten().map(|item| format!("{}\n", text(item, "id"))).collect();
     args.ask.print(&made, ids)
 }

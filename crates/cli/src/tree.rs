@@ -6,7 +6,7 @@ use anyhow::Result;
 use indicatif::HumanBytes;
 use serde_json::Value;
 
-use crate::workspaces::{Ask, id, text};
+use crate::ask::{Ask, text};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TreeArgs {
@@ -18,7 +18,7 @@ pub(crate) struct TreeArgs {
 }
 
 pub(crate) fn tree(args: &TreeArgs) -> Result<ExitCode> {
-    let family = args.ask.ask("GET", &format!("/v1/sandboxes/{}/tree", id(&args.id)?), None)?;
+    let family = args.ask.ask("GET", &format!("/v1/sandboxes/{}/tree", args.ask.sandbox_id(&args.id)?), None)?;
     args.ask.print(&family, draw)
 }
 
