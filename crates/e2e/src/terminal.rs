@@ -16,7 +16,7 @@ use nix::{
 };
 use rustix::termios::{LocalModes, tcgetattr, tcsetwinsize};
 
-use crate::DEADLINE;
+use crate::{DEADLINE, eventually};
 
 pub struct Terminal {
     master: File,
@@ -87,6 +87,12 @@ impl Terminal {
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+    }
+
+    /// Waits until the command has read all that was typed.
+    pub async fn until_taken(&self) {
+        let waiting = || rustix::io::ioctl_fionread(&self.slave).unwrap() > 0;
+        eventually("what was typed is read", DEADLINE, || !waiting()).await;
     }
 
     /// Whether the terminal is as a shell leaves it to others: lines and echo. Full of keys that go elsewhere it is neither.
