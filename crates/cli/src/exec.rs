@@ -128,6 +128,9 @@ async fn in_sandbox(args: &Args, sandbox: &Sandbox, language: String, code: Stri
     if let Some(timeout) = args.timeout {
         execution = execution.timeout(timeout);
     }
+    if args.detach {
+        execution = execution.for_others();
+    }
     if args.tty {
         let (rows, cols) = terminal::size().unwrap_or(USUAL_SIZE);
         execution = terminal::about_here(execution).tty(rows, cols);

@@ -38,6 +38,7 @@ impl Execution {
             stdin: None,
             tty: None,
             encoding: None,
+            peek: None,
         };
         Self { request }
     }
@@ -101,6 +102,14 @@ impl Execution {
     #[must_use]
     pub fn raw(mut self, raw: bool) -> Self {
         self.request.encoding = raw.then_some(Encoding::Base64);
+        self
+    }
+
+    /// Starts it for others: what this client is sent of its output is there for whoever attaches next, as long as it does not consume
+    /// it.
+    #[must_use]
+    pub fn for_others(mut self) -> Self {
+        self.request.peek = Some(true);
         self
     }
 

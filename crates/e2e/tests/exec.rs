@@ -11,7 +11,7 @@ use std::{
 };
 
 use nix::sys::signal::Signal;
-use sandboxer_e2e::{Cli, Gate, Options, Running, Volume, Ws, free_address, shared, stderr_of, stdout_of};
+use sandboxer_e2e::{Cli, DEADLINE, Gate, Options, Running, Volume, Ws, eventually, free_address, shared, stderr_of, stdout_of};
 use serde_json::{Value, json};
 
 #[tokio::test]
@@ -106,12 +106,11 @@ async fn what_runs_unwatched_is_looked_at_without_taking_anything_and_come_back_
     let mut ws = Ws::attach(shared(), &id).await;
     ws.start(json!({"language": "python", "code": code})).await;
     ws.vanish();
-    loop {
+    let held = || {
         let output = cli.output(["logs", &id]);
-        if stdout_of(&output) == "one\n" && stderr_of(&output) == "two\n" {
-            break;
-        }
-    }
+        stdout_of(&output) == "one\n" && stderr_of(&output) == "two\n"
+    };
+    eventually("what it printed is held", DEADLINE, held).await;
     let again: Value = serde_json::from_str(&cli.ok(["logs", "--json", &id])).unwrap();
     assert_eq!((&again["stdout"], &again["stderr"]), (&json!("one\n"), &json!("two\n")), "looking takes nothing away");
     let mut running = cli.spawn(["attach", &id]);

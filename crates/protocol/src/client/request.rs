@@ -189,6 +189,9 @@ pub struct ExecuteRequest {
     pub tty: Option<TtyRequest>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
+    /// Who asks for it leaves it to others: nothing that is sent of it on this connection counts as acknowledged.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peek: Option<bool>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]

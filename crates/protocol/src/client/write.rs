@@ -113,6 +113,7 @@ mod tests {
             stdin: Some(false),
             tty: None,
             encoding: Some(Encoding::Base64),
+            peek: None,
         };
         let cases = [
             (

@@ -74,6 +74,7 @@ impl Driver {
                 self.metrics.execution_seconds.observe(execution.asked_at.elapsed().as_secs_f64());
                 info!(execution = %execution.id, code = exit.code, signal = exit.signal, "execution ended");
                 execution.state = State::Ended(exit);
+                self.asks.ended(number, &execution.id);
                 self.kill_deadline = None;
                 self.try_finish();
             }

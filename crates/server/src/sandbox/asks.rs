@@ -35,7 +35,7 @@ pub(crate) enum Ask {
         name: String,
         replace: bool,
     },
-    /// Ends the running execution with all that it started, or only sends it a signal. Waits for nothing.
+    /// Ends the running execution with all that it started, or only sends it a signal. Begun at once.
     Kill {
         signal: Option<i32>,
     },
@@ -49,7 +49,7 @@ pub(crate) enum Told {
     Checkpointed,
     RolledBack,
     Filesystem(Box<Manifest>),
-    /// This execution was asked to end.
+    /// This execution has ended, or was sent the signal.
     Killed(Arc<ExecutionId>),
 }
 
@@ -77,6 +77,8 @@ pub(super) struct Asks {
     /// What an attached client would keep from being done, while that is asked for a sign of life.
     knocking: Option<(Ask, Reply)>,
     under_way: Option<(What, Reply)>,
+    /// Who waits for the end of an execution, by its number.
+    killing: Vec<(u64, Reply)>,
 }
 
 impl Asks {
@@ -92,6 +94,13 @@ impl Asks {
         }
     }
 
+    /// This execution has ended.
+    pub(super) fn ended(&mut self, number: u64, id: &Arc<ExecutionId>) {
+        for (_, reply) in self.killing.extract_if(.., |(killed, _)| *killed == number) {
+            let _ = reply.send(Ok(Told::Killed(Arc::clone(id))));
+        }
+    }
+
     /// Nobody is attached any longer.
     pub(super) fn let_in(&mut self) {
         self.waiting.extend(self.knocking.take());
@@ -101,8 +110,7 @@ impl Asks {
 impl Driver {
     pub(super) fn on_ask(&mut self, ask: Ask, reply: Reply) {
         if let Ask::Kill { signal } = ask {
-            // Nobody waits for an answer any longer if this fails.
-            let _ = reply.send(self.kill_from_outside(signal));
+            self.kill_from_outside(signal, reply);
             return;
         }
         if self.asks.waiting.len() >= MAX_WAITING {
@@ -168,16 +176,27 @@ impl Driver {
     }
 
     /// An attached client sees it end, as if it had asked for it.
-    fn kill_from_outside(&mut self, signal: Option<i32>) -> Result<Told, Refused> {
+    /// It is answered when the execution has ended, unless it was only sent a signal. Nobody waits for an answer any longer if that fails.
+    fn kill_from_outside(&mut self, signal: Option<i32>, reply: Reply) {
         let Some(execution) = self.execution.as_ref().filter(|execution| execution.is_live()) else {
-            return Err(Refused::Because(ErrorCode::NothingRunning, "Nothing runs in this sandbox.".to_owned()));
+            let nothing = Refused::Because(ErrorCode::NothingRunning, "Nothing runs in this sandbox.".to_owned());
+            let _ = reply.send(Err(nothing));
+            return;
         };
         let (id, number) = (execution.id.clone(), execution.number);
         match signal {
-            Some(signal) => self.writer.queue(&ToAgent::Signal { number, signal }),
-            None => self.kill_execution(ExitCause::ForceKilled),
+            Some(signal) => {
+                self.writer.queue(&ToAgent::Signal { number, signal });
+                let _ = reply.send(Ok(Told::Killed(id)));
+            }
+            None if self.asks.killing.len() >= MAX_WAITING => {
+                let _ = reply.send(Err(Refused::Because(ErrorCode::RateLimited, "It is being killed. Wait for its end.".to_owned())));
+            }
+            None => {
+                self.kill_execution(ExitCause::ForceKilled);
+                self.asks.killing.push((number, reply));
+            }
         }
-        Ok(Told::Killed(id))
     }
 
     /// Why it can't be checkpointed.

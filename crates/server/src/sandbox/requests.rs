@@ -228,7 +228,7 @@ impl Driver {
         self.writer.queue_exec(&spec, request.code.as_bytes());
         self.writer.queue(&ToAgent::Credit { number, upto: delivery.granted() });
         client.delivery = Some(delivery);
-        client.peeks = false;
+        client.peeks = request.peek == Some(true);
         self.execution = Some(execution);
         self.metrics.executions.inc();
     }
