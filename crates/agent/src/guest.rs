@@ -9,6 +9,7 @@ mod list;
 mod place;
 mod read;
 mod remove;
+mod watch;
 mod write;
 
 use std::{
@@ -26,7 +27,6 @@ use sandboxer_protocol::{
     limits::MAX_FILE_LIST,
 };
 
-pub use self::fault::Fault;
 use self::{
     about::{about, kind_of},
     fault::at,
@@ -36,6 +36,7 @@ use self::{
     remove::Removing,
     write::Writing,
 };
+pub use self::{fault::Fault, watch::Watching};
 pub(crate) use self::{place::open_directory, write::create_beside};
 use crate::{
     pack::Packer,
@@ -64,6 +65,7 @@ pub enum Work {
     Send(Source),
     Take(Target),
     Remove(Removing),
+    Watch(Box<Watching>),
 }
 
 /// Where bytes come from.
@@ -110,6 +112,10 @@ pub fn begin(root: BorrowedFd<'_>, ask: FileAsk, limits: Limits) -> Result<Begun
         }
         FileAsk::Rename { path, to, replace } => rename(root, &path, &to, replace).map(|about| Begun::Done(Some(about))),
         FileAsk::MakeDirectory { path, mode, parents } => make_directory(root, &path, mode, parents).map(|about| Begun::Done(Some(about))),
+        FileAsk::Watch { path, recursive } => {
+            let watching = Box::new(Watching::new(place::directory(root, &path, false)?, &path, recursive)?);
+            Ok(Begun::Going { work: Work::Watch(watching), about: None, start: 0, length: None })
+        }
         FileAsk::Pack { path, live } => {
             let packer = Packer::of(place::directory(root, &path, false)?, live);
             let source = Source::Archive { path: path.to_string(), packer: Box::new(packer) };
@@ -177,7 +183,7 @@ impl Work {
     pub fn go_on(&mut self) -> Result<bool, Fault> {
         match self {
             Self::Remove(removing) => removing.go_on(),
-            Self::Send(_) | Self::Take(_) => Ok(false),
+            Self::Send(_) | Self::Take(_) | Self::Watch(_) => Ok(false),
         }
     }
 }

@@ -7,6 +7,7 @@
 
 pub mod flow;
 pub mod guest;
+mod inotify;
 pub mod input;
 pub mod pack;
 pub mod unpack;

@@ -283,6 +283,7 @@ mod tests {
             identifies: true,
             files: true,
             single_files: true,
+            watches: true,
         }
     }
 

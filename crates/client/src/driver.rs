@@ -50,6 +50,11 @@ pub(crate) enum Command {
         control: Control,
         reply: oneshot::Sender<bool>,
     },
+    /// This client has had the sandbox go back: answered when that was heard here too.
+    WentBack {
+        generation: u64,
+        reply: oneshot::Sender<()>,
+    },
     KillSandbox {
         reply: oneshot::Sender<()>,
     },
@@ -86,6 +91,7 @@ pub(crate) struct Driver {
     found: Option<(UserEnd, bool)>,
     resume: Option<oneshot::Sender<Option<UserEnd>>>,
     killed: Option<oneshot::Sender<()>>,
+    went_back: Option<(u64, oneshot::Sender<()>)>,
     closing: bool,
     closed: Option<oneshot::Sender<()>>,
 }
@@ -124,6 +130,7 @@ impl Driver {
             found: None,
             resume: None,
             killed: None,
+            went_back: None,
             closing: false,
             closed: None,
         }
@@ -270,6 +277,10 @@ impl Driver {
                 self.resume = Some(reply);
                 self.hand_over_found();
             }
+            User::Command(Some(Command::WentBack { generation, reply })) => {
+                self.went_back = Some((generation, reply));
+                self.settle();
+            }
             User::Command(Some(Command::Run { id, message, reply })) => self.run(id, message, reply),
         }
     }
@@ -290,6 +301,15 @@ impl Driver {
                 driver.when_started(user, reply);
                 self.live = Some(driver);
             }
+        }
+    }
+
+    /// Who has had it go back need not be told that it did.
+    fn settle(&mut self) {
+        let reached = self.session.is_ready().then(|| self.session.generation());
+        if let Some((_, reply)) = self.went_back.take_if(|(generation, _)| reached.is_some_and(|reached| reached >= *generation)) {
+            self.session.rewinding_is_known();
+            let _ = reply.send(());
         }
     }
 
@@ -444,6 +464,7 @@ impl Driver {
                 self.route.reached();
                 self.shared.generation.store(self.session.generation(), Ordering::Relaxed);
                 self.take_up(found);
+                self.settle();
                 self.acknowledge_input();
                 if let (Some(opened), Some(identity)) = (self.opened.take(), self.session.identity()) {
                     let _ = opened.send(Ok(identity.clone()));

@@ -7,7 +7,10 @@ use sandboxer_protocol::{SandboxId, agent::Raw};
 use serde::Deserialize;
 use tokio::io::{AsyncRead, AsyncWrite};
 
+mod changes;
 mod tree;
+
+pub use self::changes::{Change, ChangeKind, Changes};
 
 use crate::{Answer, Api, Error};
 
@@ -197,6 +200,15 @@ impl Files {
     /// As [`stat`](Self::stat).
     pub async fn mkdir(&self, path: impl AsRef<[u8]>) -> Result<FileInfo, Error> {
         info(self.ask("POST", "/mkdir", path, "&parents=true").await?)
+    }
+
+    /// Watches a directory, and with `recursive` all that are below it; returns when nothing is missed any more.
+    ///
+    /// # Errors
+    /// [`Error::File`] with what is wrong, or the server can't be reached.
+    pub async fn watch(&self, path: impl AsRef<[u8]>, recursive: bool) -> Result<Changes, Error> {
+        let recursive = if recursive { "&recursive=true" } else { "" };
+        Changes::open(self.api.clone(), self.address("/watch", path, recursive)).await
     }
 
     /// Puts all that is in a local directory into one of the sandbox, which is made if it is missing. Files belong to root there; links stay links.

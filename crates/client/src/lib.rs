@@ -42,10 +42,12 @@ mod execution;
 mod files;
 mod options;
 mod outage;
+mod resources;
 mod route;
 mod run;
 mod sandbox;
 mod session;
+mod travel;
 mod watch;
 
 pub use sandboxer_protocol::{ExecutionId, SandboxId, agent::Stream as OutputStream, client::ErrorCode};
@@ -55,8 +57,9 @@ pub use self::{
     api::{Answer, Api},
     error::{Ended, Error},
     execution::{Execution, Exit},
-    files::{FileInfo, FileKind, Files},
+    files::{Change, ChangeKind, Changes, FileInfo, FileKind, Files},
     options::{Connection, Options},
+    resources::{CheckpointInfo, FilesystemInfo, SandboxInfo, SandboxStatus, SnapshotInfo, Target},
     run::{Controller, Output, Run, Stdin},
     sandbox::{ResumeFrom, Sandbox},
     session::Piece,

@@ -29,6 +29,8 @@ pub struct Sandbox {
     id: SandboxId,
     token: Option<String>,
     api: Api,
+    /// The address, and how to connect to it.
+    reach: (String, Connection),
 }
 
 /// What every handle of one sandbox shares.
@@ -138,10 +140,11 @@ impl Sandbox {
         let (sender, receiver) = mpsc::channel(MAX_WAITING_COMMANDS);
         let (opened, answer) = oneshot::channel();
         let shared = Arc::new(Shared::default());
+        let reach = (address.to_owned(), connection.clone());
         let driver = Driver::new(session, connection, route, receiver, shared.clone(), opened);
         let inner = Arc::new(Inner { commands: sender, shared, _task: tokio::spawn(driver.drive()) });
         let Identity { id, token } = answer.await.map_err(|_| inner.over())??;
-        Ok(Self { inner, id, token, api })
+        Ok(Self { inner, id, token, api, reach })
     }
 
     /// Its identity, by which it can be attached to.
@@ -154,6 +157,20 @@ impl Sandbox {
     #[must_use]
     pub fn token(&self) -> Option<&str> {
         self.token.as_deref()
+    }
+
+    /// The resource API of its server.
+    #[must_use]
+    pub fn api(&self) -> &Api {
+        &self.api
+    }
+
+    pub(crate) fn inner(&self) -> &Inner {
+        &self.inner
+    }
+
+    pub(crate) fn reach(&self) -> &(String, Connection) {
+        &self.reach
     }
 
     /// How often it was set back to an earlier state, as far as this client knows.

@@ -173,6 +173,11 @@ impl Session {
         Ok(())
     }
 
+    /// The user knows that the sandbox was set back.
+    pub(crate) fn rewinding_is_known(&mut self) {
+        self.rewound = None;
+    }
+
     /// Whether an execution is under way.
     pub(crate) fn is_busy(&self) -> bool {
         self.run.as_ref().is_some_and(|run| run.phase != Phase::Done)

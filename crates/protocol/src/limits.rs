@@ -27,6 +27,8 @@ pub const FILE_CREDIT_BYTES: u64 = 2 * MIB as u64;
 pub const MAX_FILE_TRANSFERS: usize = 16;
 /// Names in one part of a directory.
 pub const MAX_FILE_LIST: u32 = 1000;
+/// Directories that one watch has an eye on.
+pub const MAX_WATCHED_DIRECTORIES: usize = 1024;
 /// What a client is told of a message that is no request.
 pub const MAX_COMPLAINT_BYTES: usize = 1024;
 /// An `execution_id`.

@@ -219,9 +219,15 @@ impl Checkpoints {
     }
 
     /// Makes a capture a snapshot that stands on its own.
-    pub(crate) async fn put_snapshot(&self, id: SandboxId, capture: Capture, epoch: u64, name: Option<String>) -> Result<Manifest, Error> {
+    pub(crate) async fn put_snapshot(
+        &self,
+        id: SandboxId,
+        capture: Capture,
+        epoch: u64,
+        (snapshot_id, name): (SnapshotId, Option<String>),
+    ) -> Result<Manifest, Error> {
         let (saved, contract) = self.store(id, &capture, epoch, name).await?;
-        let manifest = self.volume.put_snapshot(&saved, contract, SnapshotId::random()).await;
+        let manifest = self.volume.put_snapshot(&saved, contract, snapshot_id).await;
         saved.finish().await;
         let manifest = manifest?;
         self.adopt(manifest.clone(), &capture).await;

@@ -6,6 +6,7 @@ mod go_back;
 mod leave;
 mod rollback;
 mod template;
+mod view;
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -47,6 +48,7 @@ use tracing::{Instrument as _, info, info_span, warn};
 pub(crate) use self::{
     arrive::{ArriveError, Arrived, Restorer, Saved},
     rollback::{Going, RolledBack, Roller},
+    view::{InstanceView, Served},
 };
 use crate::{
     checkpoints::Checkpoints,
@@ -65,7 +67,7 @@ use crate::{
         last_use::LastUse,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
         saving::Kept,
-        transfers,
+        transfers::{self, SingleFiles},
     },
     settings::Settings,
     tenants::{Place, Tenants},
@@ -155,12 +157,12 @@ impl Handle {
         let _ = self.commands.send(Command::Abandon).await;
     }
 
-    fn view(&self) -> serde_json::Value {
+    fn view(&self) -> Served {
         let (epoch, serving) = match &self.lease {
             Some(lease) => (Some(lease.epoch()), lease.may_act()),
             None => (None, true),
         };
-        serde_json::json!({ "id_sha256": hash(&self.id.to_string()), "epoch": epoch, "serving": serving })
+        Served { id_sha256: hash(&self.id.to_string()), epoch, serving }
     }
 
     /// Makes a connection the client of the sandbox. None: the sandbox is gone.
@@ -700,10 +702,10 @@ impl Manager {
 
     /// What this instance has, for those of one API key: the name of the instance, and each sandbox with whether it is served now and in which
     /// epoch. By the hash of its id, since the id alone may open it.
-    pub(crate) fn view(&self, owner: Option<&str>) -> serde_json::Value {
+    pub(crate) fn view(&self, owner: Option<&str>) -> InstanceView {
         let instance = self.checkpoints.as_ref().map(|checkpoints| checkpoints.leases.instance().to_string());
-        let seen: Vec<_> = self.lock().values().filter(|handle| handle.owner.as_deref() == owner).map(Handle::view).collect();
-        serde_json::json!({ "instance": instance, "stopping": self.stopping().is_some(), "sandboxes": seen })
+        let sandboxes = self.lock().values().filter(|handle| handle.owner.as_deref() == owner).map(Handle::view).collect();
+        InstanceView { instance, stopping: self.stopping().is_some(), sandboxes }
     }
 
     fn dir(&self, container: SandboxId) -> PathBuf {
@@ -791,7 +793,7 @@ struct Running {
     /// The agent packs and unpacks files.
     files: bool,
     /// It does what is asked of single files.
-    single_files: bool,
+    single_files: SingleFiles,
 }
 
 impl Running {
@@ -813,7 +815,7 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
     };
     match opened {
         Ok(Link {
-            hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, single_files, .. },
+            hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, single_files, watches, .. },
             reader,
             writer,
             ended,
@@ -821,6 +823,7 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
             let last = execution.as_ref().map_or(0, |execution| execution.number).max(last_number.unwrap_or(0));
             let next_number = last.saturating_add(1);
             let execution = execution.map(Execution::taken_up);
+            let single_files = SingleFiles::of(single_files, watches);
             Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies, files, single_files } })
         }
         Ok(_) => Err(LinkError::NotAReply.to_string()),

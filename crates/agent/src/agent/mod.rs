@@ -60,6 +60,8 @@ mod token {
     pub(super) const STDOUT: u64 = 4;
     pub(super) const STDERR: u64 = 5;
     pub(super) const STDIN: u64 = 6;
+    /// Something has changed in a directory that is watched.
+    pub(super) const CHANGES: u64 = 7;
     /// And all above.
     pub(super) const LINGERING: u64 = 16;
 }
@@ -178,6 +180,7 @@ impl Agent {
             token::LINK_OUT => self.link.writable = true,
             token::CHILDREN => self.reap(),
             token::INIT => self.init_spoke = true,
+            token::CHANGES => self.transfers.note_changes(),
             lingering if lingering >= token::LINGERING => self.lingering.ready(lingering),
             other => {
                 let Some(execution) = &mut self.execution else { return };
@@ -306,6 +309,7 @@ impl Agent {
                     identifies: true,
                     files: true,
                     single_files: true,
+                    watches: true,
                 };
                 self.link.answer_opening(&nonce, &reply);
             }

@@ -8,7 +8,7 @@ use std::{
 use bytes::Bytes;
 use nix::{
     fcntl::{OFlag, open},
-    sys::stat::Mode,
+    sys::{epoll::EpollFlags, stat::Mode},
 };
 use sandboxer_agent::guest::{self, Begun, Fault, Source, Work};
 use sandboxer_protocol::{
@@ -16,7 +16,7 @@ use sandboxer_protocol::{
     limits::{MAX_FILE_TRANSFERS, MAX_FILES_PIECE_BYTES},
 };
 
-use super::Agent;
+use super::{Agent, token, watch};
 use crate::setup;
 
 /// What is told of a fault.
@@ -39,9 +39,20 @@ struct Transfer {
     credit: u64,
     /// There is more to come than what is in `out`.
     more: bool,
+    /// The credit under which something was sent last, of what goes by pieces and not by bytes.
+    sent_under: u64,
 }
 
 impl Transfers {
+    /// Some directory, no matter which: each is asked.
+    pub(super) fn note_changes(&mut self) {
+        for transfer in self.going.values_mut() {
+            if let Work::Watch(watching) = &mut transfer.work {
+                watching.readable = true;
+            }
+        }
+    }
+
     pub(super) fn are_going(&self) -> bool {
         !self.going.is_empty()
     }
@@ -57,8 +68,14 @@ impl Agent {
         match begun {
             Ok(Begun::Done(about)) => self.link.say(&FromAgent::FileDone { sequence, bytes: 0, about }),
             Ok(Begun::Going { work, about, start, length }) => {
+                if let Work::Watch(watching) = &work
+                    && let Err(error) = watch(&self.epoll, watching.descriptor(), token::CHANGES, EpollFlags::EPOLLIN)
+                {
+                    let message = format!("changes can't be waited for: {error}");
+                    return self.file_failed(sequence, Fault { kind: FileFault::Failed, message, size: None });
+                }
                 self.link.say(&FromAgent::FileOpened { sequence, about, start, length });
-                let transfer = Transfer { work, taken: 0, out: Vec::new(), sent: 0, credit, more: true };
+                let transfer = Transfer { work, taken: 0, out: Vec::new(), sent: 0, credit, more: true, sent_under: 0 };
                 self.transfers.going.insert(sequence, transfer);
             }
             Err(fault) => self.file_failed(sequence, fault),
@@ -147,6 +164,25 @@ impl Agent {
                 })
             }
             work @ Work::Remove(_) => work.go_on(),
+            Work::Watch(watching) => {
+                let fills = transfer.more && watching.has_work(!transfer.out.is_empty());
+                let sends = self.link.takes_files() && transfer.credit > transfer.sent_under;
+                if !fills && (!sends || transfer.out.is_empty()) {
+                    return false;
+                }
+                let filled = if fills { watching.fill(&mut transfer.out) } else { Ok(transfer.more) };
+                filled.map(|more| {
+                    transfer.more = more;
+                    let length = transfer.out.len().min(MAX_FILES_PIECE_BYTES);
+                    if sends && length > 0 {
+                        self.link.send_files(sequence, transfer.sent, &transfer.out[..length]);
+                        transfer.out.drain(..length);
+                        transfer.sent += length as u64;
+                        transfer.sent_under = transfer.credit;
+                    }
+                    !transfer.more && transfer.out.is_empty()
+                })
+            }
         };
         match outcome {
             Ok(false) => {}

@@ -29,6 +29,8 @@ impl Session {
             Ok(ServerEvent::StdinAck(ack)) => self.input_taken(ack.execution_id.as_ref(), ack.offset),
             Ok(ServerEvent::Resumed(resumed)) => self.resumed(resumed),
             Ok(ServerEvent::Error(event)) => self.error(event, now),
+            // This client asks for files by HTTP.
+            Ok(ServerEvent::File(_)) => None,
             Err(error) => {
                 tracing::debug!(%error, "ignored a message that this client does not know");
                 None

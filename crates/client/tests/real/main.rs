@@ -6,6 +6,8 @@ mod affinity;
 mod cli;
 mod exact;
 mod tls;
+mod travel;
+mod watch;
 
 use std::time::Duration;
 

@@ -56,6 +56,12 @@ pub enum FileAsk {
         /// That files change meanwhile is no fault.
         live: bool,
     },
+    /// Sends what changes in a directory, or anywhere below it, until it is cancelled or the directory is gone: lines of JSON, each a [`FileChange`]. One
+    /// piece is sent, and the next one when the credit has risen. Only to an agent that said `watches`.
+    Watch {
+        path: GuestPath,
+        recursive: bool,
+    },
     /// Takes an archive and puts what is in it into a directory.
     Unpack {
         path: GuestPath,
@@ -75,6 +81,7 @@ impl FileAsk {
             | Self::Rename { path, .. }
             | Self::MakeDirectory { path, .. }
             | Self::Pack { path, .. }
+            | Self::Watch { path, .. }
             | Self::Unpack { path, .. } => path,
         }
     }
@@ -82,8 +89,38 @@ impl FileAsk {
     /// Whether it changes anything.
     #[must_use]
     pub fn changes(&self) -> bool {
-        !matches!(self, Self::Stat { .. } | Self::List { .. } | Self::Read { .. } | Self::Pack { .. })
+        !matches!(self, Self::Stat { .. } | Self::List { .. } | Self::Read { .. } | Self::Pack { .. } | Self::Watch { .. })
     }
+}
+
+/// Something that changed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileChange {
+    pub kind: ChangeKind,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<Raw>,
+    #[serde(default)]
+    pub directory: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChangeKind {
+    /// From here on nothing is missed.
+    Watching,
+    Created,
+    /// Its content.
+    Changed,
+    /// Whoever wrote to it is done.
+    Written,
+    Attributes,
+    Removed,
+    /// There were more changes than were taken: look again.
+    Dropped,
+    /// There are more directories than can be watched; this one and those that were found after it are not.
+    Incomplete,
+    #[serde(other)]
+    Other,
 }
 
 /// A part of a file, as HTTP counts it.

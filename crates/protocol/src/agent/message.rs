@@ -303,6 +303,9 @@ pub enum FromAgent {
         /// It understands [`ToAgent::File`].
         #[serde(default)]
         single_files: bool,
+        /// It watches directories.
+        #[serde(default)]
+        watches: bool,
     },
     Started {
         number: ExecutionNumber,

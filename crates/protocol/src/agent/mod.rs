@@ -35,7 +35,7 @@ mod message;
 mod raw;
 mod signal;
 
-pub use file::{ByteRange, FileAbout, FileAsk, FileFault, FileKind, FileList};
+pub use file::{ByteRange, ChangeKind, FileAbout, FileAsk, FileChange, FileFault, FileKind, FileList};
 
 pub use frame::{
     AgentDecoder, AgentEvent, Corrupt, MARKER_BYTES, Marker, NONCE_BYTES, Nonce, ServerDecoder, encode_opening, encode_to_agent,

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EndReason, ErrorCode, Status, request::Encoding};
+use super::{EndReason, ErrorCode, FileEvent, Status, request::Encoding};
 use crate::{ExecutionId, SandboxId};
 
 /// Every message that the server sends.
@@ -17,6 +17,7 @@ pub enum ServerEvent {
     Error(ErrorEvent),
     Resumed(Resumed),
     StdinAck(StdinAck),
+    File(Box<FileEvent>),
 }
 
 impl ServerEvent {

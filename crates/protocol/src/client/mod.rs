@@ -4,6 +4,7 @@
 
 mod error;
 mod event;
+mod file;
 mod output;
 mod request;
 #[cfg(test)]
@@ -14,6 +15,7 @@ mod write;
 
 pub use error::{CloseCode, ErrorCode};
 pub use event::{ErrorEvent, OffsetsEvent, OutputEvent, Resumed, SandboxIdEvent, ServerEvent, StatusUpdate, StdinAck};
+pub use file::{FileError, FileEvent, FileOp, FileRequest};
 pub use output::{encode_output, put_output};
 pub use request::{
     About, BadRequest, CreateConfig, Encoding, ExecuteRequest, LimitsRequest, Network, NoNetwork, OffsetsRequest, Request, Seconds,

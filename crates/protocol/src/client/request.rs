@@ -7,11 +7,11 @@ use bytes::Bytes;
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 use serde_json::{Map, Value};
 
-use super::ErrorCode;
+use super::{ErrorCode, FileRequest};
 use crate::{
     ExecutionId,
     agent::DetachedOutput,
-    limits::{MAX_COMPLAINT_BYTES, MAX_ENV_BYTES, MAX_METADATA_BYTES, MAX_PATH_BYTES},
+    limits::{MAX_COMPLAINT_BYTES, MAX_ENV_BYTES, MAX_EXECUTION_ID_BYTES, MAX_METADATA_BYTES, MAX_PATH_BYTES},
 };
 
 /// What a client may ask for.
@@ -31,6 +31,7 @@ pub enum Request {
     Snapshot { name: Option<String> },
     Rollback(SnapshotTarget),
     SnapshotFilesystem { name: String, replace: bool },
+    File(Box<FileRequest>),
 }
 
 /// A message that is no request, and what it tried to be: that decides how it is answered.
@@ -366,6 +367,13 @@ impl Request {
             "snapshot_filesystem" => {
                 let FilesystemSnapshot { name, replace } = read(About::Other, fields)?;
                 Request::SnapshotFilesystem { name, replace: replace.unwrap_or(false) }
+            }
+            "file" => {
+                let request: FileRequest = read(About::Other, fields)?;
+                if request.id.as_ref().is_some_and(|id| id.len() > MAX_EXECUTION_ID_BYTES) {
+                    return Err(field(About::Other, "id", format!("at most {MAX_EXECUTION_ID_BYTES} bytes")));
+                }
+                Request::File(Box::new(request))
             }
             other => return Err(bad(About::Other, ErrorCode::UnknownAction, format!("Unknown action {other:?}."))),
         })

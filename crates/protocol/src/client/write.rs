@@ -3,7 +3,10 @@
 use base64::{Engine as _, prelude::BASE64_STANDARD};
 use serde::Serialize;
 
-use super::request::{Encoding, OffsetsRequest, Request, SnapshotTarget};
+use super::{
+    FileRequest,
+    request::{Encoding, OffsetsRequest, Request, SnapshotTarget},
+};
 use crate::agent::signal_name;
 
 #[derive(Serialize)]
@@ -35,6 +38,7 @@ pub(super) enum Action<'a> {
         #[serde(skip_serializing_if = "is_false")]
         replace: bool,
     },
+    File(&'a FileRequest),
 }
 
 #[derive(Serialize)]
@@ -83,6 +87,7 @@ impl Request {
             Request::Snapshot { name } => json(&Action::Snapshot { name: name.as_deref() }),
             Request::Rollback(target) => json(&Action::Rollback(target)),
             Request::SnapshotFilesystem { name, replace } => json(&Action::SnapshotFilesystem { name, replace: *replace }),
+            Request::File(request) => json(&Action::File(request)),
         }
     }
 }

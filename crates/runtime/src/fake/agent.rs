@@ -176,6 +176,7 @@ impl Agent {
                         identifies: true,
                         files: false,
                         single_files: false,
+                        watches: false,
                     };
                     encode_reply_opening(&mut self.out, &nonce, &reply);
                 }

@@ -8,7 +8,7 @@ mod v1;
 use std::sync::Arc;
 
 use axum::{
-    Extension, Json, Router,
+    Json, Router,
     extract::State,
     http::{StatusCode, header},
     middleware,
@@ -19,7 +19,6 @@ use serde_json::json;
 
 pub use access::{Access, ApiKey, InvalidKeys};
 
-use self::access::Owner;
 use crate::{images::BaseImage, manager::Manager, workspaces::Workspaces};
 
 pub(crate) fn router(manager: Arc<Manager>, workspaces: Arc<Workspaces>) -> Router {
@@ -27,7 +26,6 @@ pub(crate) fn router(manager: Arc<Manager>, workspaces: Arc<Workspaces>) -> Rout
         .route("/create", any(opening::create))
         .route("/attach/{sandbox_id}", any(opening::attach))
         .route("/metrics", get(metrics))
-        .route("/v1/instance", get(instance))
         .merge(v1::router(v1::Api::new(Arc::clone(&manager), workspaces)))
         .layer(middleware::from_fn_with_state(Arc::clone(&manager), access::check))
         .route("/healthz", get(async || "ok\n"))
@@ -59,11 +57,6 @@ async fn readiness(State(manager): State<Arc<Manager>>) -> Response {
 async fn metrics(State(manager): State<Arc<Manager>>) -> Response {
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, kind)], manager.metrics.text()).into_response()
-}
-
-/// What this instance serves, so that somebody outside can see that no other does.
-async fn instance(State(manager): State<Arc<Manager>>, Extension(Owner(owner)): Extension<Owner>) -> Response {
-    Json(manager.view(owner.as_deref())).into_response()
 }
 
 fn error(status: StatusCode, code: &str, message: &str) -> Response {

@@ -309,7 +309,7 @@ async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle,
     let (port, ends) = socket::channels();
     match (handle.attach(port, greeting).await, manager.stopping()) {
         (Some(Attachment::Attached), _) => {
-            socket::pump(socket, ends, early).await;
+            socket::pump(socket, ends, early, handle.clone()).await;
             Ok(())
         }
         (Some(Attachment::InUse), _) => refuse_with(socket, Status::InUse, IN_USE).await,

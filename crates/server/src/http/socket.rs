@@ -8,7 +8,7 @@ use futures_util::{
     SinkExt as _, StreamExt as _,
     stream::{SplitSink, SplitStream},
 };
-use sandboxer_protocol::client::{About, BadRequest, CloseCode, ErrorCode, Request, put_output};
+use sandboxer_protocol::client::{About, BadRequest, CloseCode, ErrorCode, Request, ServerEvent, put_output};
 use tokio::{
     sync::{Semaphore, mpsc, watch},
     time::timeout,
@@ -16,7 +16,11 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::sandbox::client::{ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing};
+use super::v1::FileDesk;
+use crate::{
+    manager::Handle,
+    sandbox::client::{ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
+};
 
 /// How long a client may take to answer a close, and to read what was sent before it.
 const CLOSE_ANSWERED: Duration = Duration::from_secs(2);
@@ -42,16 +46,18 @@ pub(super) fn channels() -> (ClientPort, Ends) {
 }
 
 /// Serves a connection until it closes, from either side.
-pub(super) async fn pump(socket: WebSocket, ends: Ends, early: VecDeque<FromClient>) {
+pub(super) async fn pump(socket: WebSocket, ends: Ends, early: VecDeque<FromClient>, handle: Handle) {
     let Ends { incoming, room, pongs, mut outgoing, closing } = ends;
     let (mut sink, mut stream) = socket.split();
+    let (files, mut answers) = FileDesk::open(handle);
+    let files = &files;
     let reading = async {
         for message in early {
-            if incoming.send(Incoming { message, _room: None }).await.is_err() {
+            if !forward(Incoming { message, _room: None }, &incoming, files).await {
                 return Read::Closed;
             }
         }
-        read_all(&mut stream, &incoming, &room, &pongs).await
+        read_all(&mut stream, &incoming, &room, &pongs, files).await
     };
     let (mut too_large, mut closed) = (false, false);
     let let_go = async {
@@ -65,7 +71,7 @@ pub(super) async fn pump(socket: WebSocket, ends: Ends, early: VecDeque<FromClie
             Read::Closed => closed = true,
             Read::Broken => {}
         },
-        wrote = write_all(&mut sink, &mut outgoing) => match wrote {
+        wrote = write_all(&mut sink, &mut outgoing, &mut answers) => match wrote {
             // Having closed, it waits for the answer: that says that everything was read.
             Wrote::Close => if let Ok(Read::Closed) = timeout(CLOSE_ANSWERED, reading).await {
                 let _ = incoming.try_send(Incoming { message: FromClient::ReadToTheEnd, _room: None });
@@ -101,6 +107,7 @@ async fn read_all(
     incoming: &mpsc::Sender<Incoming>,
     room: &Arc<Semaphore>,
     pongs: &watch::Sender<Bytes>,
+    files: &FileDesk,
 ) -> Read {
     loop {
         match stream.next().await {
@@ -115,10 +122,21 @@ async fn read_all(
                     let kib = u32::try_from(message.into_data().len() / 1024 + 1).unwrap_or(u32::MAX).min(INCOMING_KIB as u32);
                     let room = Arc::clone(room).acquire_many_owned(kib).await.ok();
                     // If the driver has let go of this client, only its close is waited for.
-                    let _ = incoming.send(Incoming { message: read, _room: room }).await;
+                    forward(Incoming { message: read, _room: room }, incoming, files).await;
                 }
             }
         }
+    }
+}
+
+/// Hands a message to whoever deals with it. False: the driver has let go of this client.
+async fn forward(message: Incoming, incoming: &mpsc::Sender<Incoming>, files: &FileDesk) -> bool {
+    match message {
+        Incoming { message: FromClient::Request(Request::File(request)), _room } => {
+            files.take(*request, _room).await;
+            true
+        }
+        other => incoming.send(other).await.is_ok(),
     }
 }
 
@@ -128,10 +146,19 @@ enum Wrote {
     Broken,
 }
 
-async fn write_all(sink: &mut SplitSink<WebSocket, Message>, outgoing: &mut mpsc::Receiver<Outgoing>) -> Wrote {
+async fn write_all(
+    sink: &mut SplitSink<WebSocket, Message>,
+    outgoing: &mut mpsc::Receiver<Outgoing>,
+    answers: &mut mpsc::Receiver<ServerEvent>,
+) -> Wrote {
     // Used again for each piece of output: memory from the system is as dear as what is done with it. Given back between executions.
     let mut buffer = BytesMut::new();
-    while let Some(message) = outgoing.recv().await {
+    loop {
+        let message = tokio::select! {
+            message = outgoing.recv() => message,
+            Some(answer) = answers.recv() => Some(Outgoing::Event(answer)),
+        };
+        let Some(message) = message else { return Wrote::Ended };
         let mut next = Some(message);
         // What is there goes out together; then the client gets it at once.
         while let Some(message) = next {
@@ -159,7 +186,6 @@ async fn write_all(sink: &mut SplitSink<WebSocket, Message>, outgoing: &mut mpsc
             return Wrote::Broken;
         }
     }
-    Wrote::Ended
 }
 
 /// Sends what is in the buffer and leaves it empty, to be used again.
@@ -177,10 +203,7 @@ async fn feed_text(sink: &mut SplitSink<WebSocket, Message>, buffer: &mut BytesM
     fed
 }
 
-async fn feed_all(
-    sink: &mut SplitSink<WebSocket, Message>,
-    events: Vec<sandboxer_protocol::client::ServerEvent>,
-) -> Result<(), axum::Error> {
+async fn feed_all(sink: &mut SplitSink<WebSocket, Message>, events: Vec<ServerEvent>) -> Result<(), axum::Error> {
     for event in events {
         sink.feed(Message::Text(event.to_json().into())).await?;
     }

@@ -18,7 +18,7 @@ use tracing::{Instrument as _, warn};
 use super::{Manager, Opened, Running, converse, prepare};
 use crate::{
     checkpoints::{Checkpoints, Found},
-    sandbox::{Execution, driver::Command, host::SandboxHost, record::Record},
+    sandbox::{Execution, driver::Command, host::SandboxHost, record::Record, transfers::SingleFiles},
 };
 
 /// Starts what was saved in the place of what runs.
@@ -39,7 +39,7 @@ pub(crate) struct RolledBack {
     pub(crate) next_number: u64,
     /// Its agent can send its files.
     pub(crate) packs_files: bool,
-    pub(crate) single_files: bool,
+    pub(crate) single_files: SingleFiles,
     /// Held until it has taken over.
     pub(crate) turn: OwnedSemaphorePermit,
 }

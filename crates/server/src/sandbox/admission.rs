@@ -59,7 +59,8 @@ impl Kind {
             Request::Resize { .. } | Request::Signal { .. } => Kind::Terminal,
             Request::KillProcess => Kind::KillProcess,
             Request::KillSandbox => Kind::KillSandbox,
-            Request::Ack(_) | Request::Reconnect(_) => Kind::Bookkeeping,
+            // The files of a sandbox are not the driver's: its socket asks for them.
+            Request::Ack(_) | Request::Reconnect(_) | Request::File(_) => Kind::Bookkeeping,
             Request::Checkpoint { include_execution: false } => Kind::Checkpoint,
             Request::Checkpoint { include_execution: true } => Kind::CheckpointAlong,
             Request::Snapshot { .. } => Kind::Snapshot,

@@ -9,7 +9,7 @@ use sandboxer_protocol::{
     agent::{ExitCause, ToAgent},
     client::{ErrorCode, SnapshotTarget},
 };
-use sandboxer_store::Manifest;
+use sandboxer_store::{Manifest, SnapshotId};
 use tokio::sync::oneshot;
 
 use super::{
@@ -24,6 +24,7 @@ const MAX_WAITING: usize = 8;
 #[derive(Debug)]
 pub(crate) enum Ask {
     Snapshot {
+        id: SnapshotId,
         name: Option<String>,
     },
     /// It is saved and no longer runs here.
@@ -151,7 +152,7 @@ impl Driver {
     fn begin_ask(&mut self, ask: Ask) -> Result<What, Refused> {
         let because = |(code, message)| Refused::Because(code, message);
         match ask {
-            Ask::Snapshot { name } => self.begin_snapshot(name).map(|()| What::Snapshot).map_err(because),
+            Ask::Snapshot { id, name } => self.begin_snapshot(id, name).map(|()| What::Snapshot).map_err(because),
             Ask::Checkpoint { include_execution } => {
                 if self.saves.kept.is_none() {
                     return Err(because(self.not_kept()));

@@ -46,7 +46,7 @@ use super::{
     last_use::LastUse,
     record::Record,
     saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
-    transfers::{self, Push, Transfers},
+    transfers::{self, Push, SingleFiles, Transfers},
 };
 use crate::{
     manager::{RolledBack, Roller},
@@ -265,7 +265,7 @@ pub(crate) struct Driver {
     /// A filesystem snapshot under way.
     pub(super) packing: Option<Packing>,
     /// The agent can do what is asked of single files.
-    pub(super) single_files: bool,
+    pub(super) single_files: SingleFiles,
     pub(super) transfers: Transfers,
     /// How much was done with files so far: each has its number.
     pub(super) file_numbers: u64,
@@ -299,7 +299,7 @@ pub(crate) struct Start {
     pub(crate) last_use: LastUse,
     pub(crate) filesystems: files::Kept,
     pub(crate) packs_files: bool,
-    pub(crate) single_files: bool,
+    pub(crate) single_files: SingleFiles,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -649,7 +649,7 @@ impl Driver {
     fn note_idleness(&mut self) {
         let busy = self.client.is_some()
             || self.packing.is_some()
-            || !self.transfers.is_empty()
+            || self.transfers.keep_busy()
             || self.execution.as_ref().is_some_and(Execution::is_live);
         match (busy, self.idle_since) {
             (true, None) | (false, Some(_)) => return,

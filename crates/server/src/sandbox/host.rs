@@ -15,7 +15,7 @@ use async_trait::async_trait;
 use sandboxer_protocol::SandboxId;
 use sandboxer_runtime::{AfterSave, Runtime};
 use sandboxer_store::{
-    CheckpointName, Manifest, SandboxStatus,
+    CheckpointName, Manifest, SandboxStatus, SnapshotId,
     lease::handoff::{Consent, Ending, Host, Stance},
     record::InstanceId,
 };
@@ -97,12 +97,17 @@ impl SandboxHost {
 
     /// The whole sandbox as it is, kept on the volume; it goes on meanwhile, but for the moment that runsc takes. `may_act` is asked before
     /// anybody can see the snapshot.
-    pub(crate) async fn snapshot(&self, epoch: u64, name: Option<String>, may_act: impl Fn() -> bool + Send) -> Result<Manifest, String> {
+    pub(crate) async fn snapshot(
+        &self,
+        epoch: u64,
+        called: (SnapshotId, Option<String>),
+        may_act: impl Fn() -> bool + Send,
+    ) -> Result<Manifest, String> {
         let (capture, _) = self.capture_going_on(false).await?;
         if !may_act() {
             return Err("this instance may no longer act for the sandbox".to_owned());
         }
-        self.checkpoints.put_snapshot(self.id, capture, epoch, name).await.map_err(|error| error.whole())
+        self.checkpoints.put_snapshot(self.id, capture, epoch, called).await.map_err(|error| error.whole())
     }
 
     pub(crate) async fn tell(&self, command: Command) {

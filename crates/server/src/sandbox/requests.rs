@@ -161,7 +161,7 @@ impl Driver {
             Request::KillSandbox => return Some(Outcome::KilledByClient),
             Request::Ack(offsets) => self.ack(&offsets),
             // Decided before it comes here.
-            Request::Reconnect(_) | Request::Configure(_) => {}
+            Request::Reconnect(_) | Request::Configure(_) | Request::File(_) => {}
             Request::Checkpoint { .. } => self.checkpoint(),
             Request::Snapshot { name } => self.snapshot(name),
             Request::Rollback(target) => self.roll_back(&target),

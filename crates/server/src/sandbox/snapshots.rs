@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use sandboxer_protocol::client::{ErrorCode, ServerEvent, Status, StatusUpdate};
-use sandboxer_store::{Manifest, ManifestAt};
+use sandboxer_store::{Manifest, ManifestAt, SnapshotId};
 use tracing::{info, warn};
 
 use super::{
@@ -19,12 +19,12 @@ impl Driver {
     /// The client asked for a snapshot.
     pub(super) fn snapshot(&mut self, name: Option<String>) {
         self.tell(Status::SnapshotCreating);
-        if let Err((code, message)) = self.begin_snapshot(name) {
+        if let Err((code, message)) = self.begin_snapshot(SnapshotId::random(), name) {
             self.fail(Status::SnapshotError, code, &message);
         }
     }
 
-    pub(super) fn begin_snapshot(&mut self, name: Option<String>) -> Result<(), (ErrorCode, String)> {
+    pub(super) fn begin_snapshot(&mut self, id: SnapshotId, name: Option<String>) -> Result<(), (ErrorCode, String)> {
         let Some(host) = self.saves.host.clone() else {
             return Err((ErrorCode::SnapshotsNotConfigured, NO_CHECKPOINT_PATH.to_owned()));
         };
@@ -40,7 +40,7 @@ impl Driver {
         let epoch = self.record.epoch.unwrap_or_default();
         self.saves.snapshot = Some(Box::pin(async move {
             let may_act = || keeper.as_ref().is_none_or(|keeper| keeper.lease().may_act());
-            Arc::clone(&host).snapshot(epoch, name, may_act).await
+            Arc::clone(&host).snapshot(epoch, (id, name), may_act).await
         }));
         Ok(())
     }

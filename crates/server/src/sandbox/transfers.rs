@@ -32,6 +32,25 @@ const SMALL_BYTES: usize = 16 * 1024;
 /// How long nothing may move before who asked is given up.
 const STALLED: Duration = Duration::from_secs(300);
 
+/// What an agent does with single files: older ones less.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum SingleFiles {
+    Nothing,
+    AllButWatch,
+    All,
+}
+
+impl SingleFiles {
+    /// As it says of itself.
+    pub(crate) fn of(single_files: bool, watches: bool) -> Self {
+        match (single_files, watches) {
+            (false, _) => Self::Nothing,
+            (true, false) => Self::AllButWatch,
+            (true, true) => Self::All,
+        }
+    }
+}
+
 /// What is told to who asked.
 #[derive(Debug)]
 pub(crate) enum Word {
@@ -87,6 +106,13 @@ struct Transfer {
     moved: Instant,
 }
 
+impl Transfer {
+    /// It has no end, and long pauses.
+    fn watches(&self) -> bool {
+        matches!(self.order.ask, FileAsk::Watch { .. })
+    }
+}
+
 /// All of a sandbox.
 #[derive(Default)]
 pub(super) struct Transfers {
@@ -98,6 +124,11 @@ pub(super) struct Transfers {
 impl Transfers {
     pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty()
+    }
+
+    /// Whether something is done that has an end. Who only watches does not keep a sandbox from being idle.
+    pub(super) fn keep_busy(&self) -> bool {
+        self.all.values().any(|transfer| !transfer.watches())
     }
 
     /// Whether something is being written.
@@ -128,13 +159,14 @@ impl Transfers {
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.all.values().map(|transfer| transfer.moved + STALLED).min()
+        self.all.values().filter(|transfer| !transfer.watches()).map(|transfer| transfer.moved + STALLED).min()
     }
 }
 
 impl Driver {
     pub(super) fn on_order(&mut self, order: Order) {
-        let refusal = if !self.single_files {
+        let needed = if matches!(order.ask, FileAsk::Watch { .. }) { SingleFiles::All } else { SingleFiles::AllButWatch };
+        let refusal = if self.single_files < needed {
             Some((FileFault::Failed, "This sandbox was made by an older version of this server, whose agent can't do it."))
         } else if self.transfers.all.len() >= MAX_FILE_TRANSFERS {
             Some((FileFault::Busy, "Too many files of this sandbox are being transferred. Try again later."))
@@ -179,7 +211,8 @@ impl Driver {
             Some(Push::End) => self.writer.queue(&ToAgent::FilesEnd { sequence }),
             Some(Push::Taken(taken)) => {
                 let upto = taken.saturating_add(FILE_CREDIT_BYTES);
-                if upto >= transfer.granted.saturating_add(CREDIT_STEP_BYTES) {
+                let step = if transfer.watches() { 1 } else { CREDIT_STEP_BYTES };
+                if upto >= transfer.granted.saturating_add(step) {
                     transfer.granted = upto;
                     self.writer.queue(&ToAgent::FilesCredit { sequence, upto });
                 }
@@ -195,7 +228,7 @@ impl Driver {
     pub(super) fn give_up_transfers(&mut self, now: Instant) {
         let writer = &mut self.writer;
         self.transfers.all.retain(|sequence, transfer| {
-            let stalled = transfer.moved + STALLED <= now;
+            let stalled = !transfer.watches() && transfer.moved + STALLED <= now;
             if stalled {
                 info!(sequence, "a transfer of a file was given up: nothing moved");
                 if transfer.asked {

@@ -29,7 +29,7 @@ pub(crate) use self::{
 };
 
 use crate::{
-    manager::{CreateError, Handle, Manager},
+    manager::{CreateError, Handle, InstanceView, Manager},
     sandbox::{
         client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES},
         driver::Attachment,
@@ -117,6 +117,11 @@ impl Native {
     /// One that is in memory, for somebody who may know of it.
     async fn visible(&self, id: SandboxId, owner: Option<&str>) -> Option<Handle> {
         self.manager.find(id).await.filter(|handle| super::may_see(handle.owner.as_deref(), owner))
+    }
+
+    /// What this instance has, for those of one API key.
+    pub(crate) fn view(&self, owner: Option<&str>) -> InstanceView {
+        self.manager.view(owner)
     }
 
     pub(crate) fn list(&self, owner: Option<&str>) -> Vec<NativeSandbox> {

@@ -1,11 +1,7 @@
 //! `/v1/sandboxes/{id}/executions`: one run of a program, collected, or told as it happens by server-sent events.
 
-use std::sync::Arc;
-
 use axum::{
-    Extension,
     body::{Body, Bytes},
-    extract::{Path, State, rejection::BytesRejection},
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse as _, Response},
 };
@@ -16,41 +12,71 @@ use sandboxer_protocol::{
     agent::Stream,
     client::{Encoding, ErrorCode, ExecuteRequest, Request, ServerEvent, Status, StatusUpdate, put_output},
 };
+use serde::Serialize;
 use serde_json::{Map, Value, json};
+use utoipa::ToSchema;
 
-use super::{Api, ApiError, idempotency::Answer, request, sandboxes::sandbox_id, travel::only_gvisor};
-use crate::{
-    http::access::Owner,
-    workspaces::{ExecutionWord, NativeError, Watched},
+use super::{
+    ApiError,
+    extract::{Job, Of, Post},
+    idempotency::Answer,
+    refusals::Working,
+    request,
+    sandboxes::sandbox_id,
+    travel::only_gvisor,
 };
+use crate::workspaces::{ExecutionWord, NativeError, Watched};
 
 /// What is collected of each stream; the rest is dropped, which is told.
 const MAX_COLLECTED_BYTES: usize = 8 * 1024 * 1024;
 
-pub(super) async fn run(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    let id = sandbox_id(&id)?;
-    let fields = request::fields(body)?;
-    let fingerprint = format!("execution {id} {}", Value::Object(fields.clone()));
-    let (execute, input) = parse(fields)?;
-    only_gvisor(&api, id, owner.as_deref()).await?;
-    if wants_events(&headers) {
-        let watched = api.native.execute(id, owner.as_deref(), execute, input).await?;
+/// What became of a program.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct ExecutionResult {
+    execution_id: String,
+    /// Null: a signal ended it.
+    #[schema(required = true)]
+    exit_code: Option<i32>,
+    /// Such as `SIGKILL`.
+    #[schema(required = true)]
+    signal: Option<String>,
+    timed_out: bool,
+    #[schema(required = true)]
+    duration_ms: Option<f64>,
+    stdout: String,
+    stderr: String,
+    /// More was written than is collected: 8 MiB of each stream.
+    truncated: bool,
+}
+
+/// Runs a program in a sandbox that nobody is attached to, and collects what it says; with `Accept: text/event-stream`, tells it as it
+/// happens, in the messages of the WebSocket.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/executions", tag = "executions", operation_id = "execute",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), request::Asking),
+    request_body(content = ref("#/components/schemas/ExecutionRequest"), content_type = "application/json"),
+    responses((status = 200, description = "It has ended, or its events", content(
+        (ExecutionResult = "application/json"), (String = "text/event-stream"))), Working))]
+pub(super) async fn run(post: Post<Map<String, Value>>) -> Result<Response, ApiError> {
+    if wants_events(&post.headers) {
+        let Job { of, asked, .. } = post.job;
+        let (execute, input) = parse(asked)?;
+        let watched = begin(&of, execute, input).await?;
         let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
         return Ok((headers, told(watched)).into_response());
     }
-    let (this, by) = (Arc::clone(&api), owner.clone());
-    let work = async move {
+    let work = |job: Job<Map<String, Value>>| async move {
+        let (execute, input) = parse(job.asked)?;
         let encoding = execute.encoding.unwrap_or_default();
-        let watched = this.native.execute(id, by.as_deref(), execute, input).await?;
-        Ok(Answer { status: StatusCode::OK, body: collected(watched, encoding).await? })
+        let watched = begin(&job.of, execute, input).await?;
+        Ok(Answer { status: StatusCode::OK, body: json!(collected(watched, encoding).await?) })
     };
-    Ok(api.remembered.once(&headers, owner, &fingerprint, work).await?.into_response())
+    Ok(post.once(work).await?.into_response())
+}
+
+async fn begin(of: &Of, execute: ExecuteRequest, input: Option<String>) -> Result<Watched, ApiError> {
+    let id = sandbox_id(&of.id)?;
+    only_gvisor(&of.api, id, of.who()).await?;
+    Ok(of.api.native.execute(id, of.who(), execute, input).await?)
 }
 
 /// The request, as on a WebSocket, and what the program gets to read.
@@ -105,10 +131,11 @@ fn name(event: &ServerEvent) -> &'static str {
         ServerEvent::Error(_) => "error",
         ServerEvent::Resumed(_) => "resumed",
         ServerEvent::StdinAck(_) => "stdin_ack",
+        ServerEvent::File(_) => "file",
     }
 }
 
-async fn collected(mut watched: Watched, encoding: Encoding) -> Result<Value, ApiError> {
+async fn collected(mut watched: Watched, encoding: Encoding) -> Result<ExecutionResult, ApiError> {
     let (mut stdout, mut stderr, mut truncated) = (Vec::new(), Vec::new(), false);
     let mut refused: Option<(ErrorCode, String)> = None;
     let mut done: Option<StatusUpdate> = None;
@@ -137,14 +164,14 @@ async fn collected(mut watched: Watched, encoding: Encoding) -> Result<Value, Ap
         Encoding::Base64 => BASE64_STANDARD.encode(bytes),
         _ => String::from_utf8_lossy(bytes).into_owned(),
     };
-    Ok(json!({
-        "execution_id": watched.id,
-        "exit_code": done.exit_code,
-        "signal": done.signal,
-        "timed_out": done.timed_out.unwrap_or(false),
-        "duration_ms": done.duration_ms,
-        "stdout": text(&stdout),
-        "stderr": text(&stderr),
-        "truncated": truncated,
-    }))
+    Ok(ExecutionResult {
+        execution_id: watched.id.to_string(),
+        exit_code: done.exit_code,
+        signal: done.signal,
+        timed_out: done.timed_out.unwrap_or(false),
+        duration_ms: done.duration_ms,
+        stdout: text(&stdout),
+        stderr: text(&stderr),
+        truncated,
+    })
 }

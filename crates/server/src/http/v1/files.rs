@@ -2,32 +2,32 @@
 //!
 //! Bodies of any size pass through: what is held of one is bounded by the credit that the sandbox was given, and by the way to it.
 
+mod changes;
+mod desk;
 mod object;
 mod query;
 mod streams;
 
-use std::sync::Arc;
-
 use axum::{
-    Extension, Json,
+    Json,
     body::Body,
-    extract::{Path, RawQuery, State},
+    extract::RawQuery,
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse as _, Response},
 };
 use sandboxer_protocol::{
     SandboxId,
-    agent::{FileAsk, FileFault, FileList, GuestPath, Raw},
+    agent::{FileAbout, FileAsk, FileFault, FileList, GuestPath, Raw},
     limits::{MAX_CONTROL_BYTES, MAX_FILE_LIST},
 };
-use serde_json::{Value, json};
 
-use self::{object::object, query::Asked};
-use super::{Api, ApiError, sandboxes::sandbox_id};
-use crate::{
-    http::access::Owner,
-    workspaces::{Broken, Going},
+pub(in crate::http) use self::desk::FileDesk;
+use self::{
+    object::{FileObject, object},
+    query::Asked,
 };
+use super::{Api, ApiError, extract::Of, objects::List, page::PageQuery, refusals::Files, sandboxes::sandbox_id};
+use crate::workspaces::{Broken, Going};
 
 const TAR: &str = "application/x-tar";
 const BYTES: &str = "application/octet-stream";
@@ -40,7 +40,11 @@ struct At<'a> {
     owner: Option<&'a str>,
 }
 
-impl At<'_> {
+impl<'a> At<'a> {
+    fn new(of: &'a Of) -> Result<Self, ApiError> {
+        Ok(Self { api: &of.api, id: sandbox_id(&of.id)?, owner: of.who() })
+    }
+
     async fn begin(&self, ask: FileAsk) -> Result<Going, ApiError> {
         match self.api.native.begin_file(self.id, self.owner, ask).await {
             Ok(going) => Ok(going),
@@ -48,7 +52,7 @@ impl At<'_> {
         }
     }
 
-    async fn done(&self, path: &Raw, ask: FileAsk) -> Result<Json<Value>, ApiError> {
+    async fn done(&self, path: &Raw, ask: FileAsk) -> Result<Json<FileObject>, ApiError> {
         match self.api.native.file(self.id, self.owner, ask).await {
             Ok(about) => Ok(Json(object(path, about.as_ref()))),
             Err(broken) => Err(self.explain(broken).await),
@@ -65,15 +69,14 @@ impl At<'_> {
         error_of(broken)
     }
 }
-
-pub(super) async fn read(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-    headers: HeaderMap,
-) -> Result<Response, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// The content of a file, or a part of it.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/files", tag = "files", operation_id = "read_file",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At, query::Live,
+        ("Range" = Option<String>, Header, description = "One range of bytes", pattern = "^[!-~]+$")),
+    responses((status = 200, description = "All of it", body = [u8], content_type = "application/octet-stream"),
+        (status = 206, description = "The part", body = [u8], content_type = "application/octet-stream"), Files))]
+pub(super) async fn read(of: Of, RawQuery(query): RawQuery, headers: HeaderMap) -> Result<Response, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, live) = (asked.path()?, asked.flag("live")?);
     asked.nothing_more()?;
@@ -112,15 +115,13 @@ pub(super) async fn read(
     }
     Ok(response)
 }
-
-pub(super) async fn write(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// The body becomes the file, whole or not at all.
+#[utoipa::path(put, path = "/v1/sandboxes/{id}/files", tag = "files", operation_id = "write_file",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At, query::Mode, query::Parents),
+    request_body(content = [u8], content_type = "application/octet-stream"),
+    responses((status = 200, description = "The file", body = FileObject), Files))]
+pub(super) async fn write(of: Of, RawQuery(query): RawQuery, body: Body) -> Result<Response, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, mode, parents) = (asked.path()?, asked.mode()?, asked.flag("parents")?);
     asked.nothing_more()?;
@@ -148,40 +149,36 @@ async fn take(at: &At<'_>, path: GuestPath, ask: FileAsk, body: Body) -> Result<
     }
     taken
 }
-
-pub(super) async fn remove(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-) -> Result<StatusCode, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// Removes a file, a link, an empty directory, or a whole tree.
+#[utoipa::path(delete, path = "/v1/sandboxes/{id}/files", tag = "files", operation_id = "remove_file",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At,
+        ("recursive" = Option<bool>, Query, description = "With all that is in it", nullable = false)),
+    responses((status = 204, description = "It is gone"), Files))]
+pub(super) async fn remove(of: Of, RawQuery(query): RawQuery) -> Result<StatusCode, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, recursive) = (asked.path()?, asked.flag("recursive")?);
     asked.nothing_more()?;
     at.done(&path.raw().clone(), FileAsk::Remove { path, recursive }).await.map(|_| StatusCode::NO_CONTENT)
 }
-
-pub(super) async fn stat(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-) -> Result<Json<Value>, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// What is at a path.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/files/stat", tag = "files", operation_id = "stat_file",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At,
+        ("follow" = Option<bool>, Query, description = "What a link leads to", nullable = false)),
+    responses((status = 200, description = "The file", body = FileObject), Files))]
+pub(super) async fn stat(of: Of, RawQuery(query): RawQuery) -> Result<Json<FileObject>, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, follow) = (asked.path()?, asked.flag("follow")?);
     asked.nothing_more()?;
     at.done(&path.raw().clone(), FileAsk::Stat { path, follow }).await
 }
-
-pub(super) async fn list(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-) -> Result<Json<Value>, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// What is in a directory.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/files/list", tag = "files", operation_id = "list_files",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At, PageQuery),
+    responses((status = 200, description = "A page of it, by name", body = List<FileObject>), Files))]
+pub(super) async fn list(of: Of, RawQuery(query): RawQuery) -> Result<Json<List<FileObject>>, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, after, limit) = (asked.path()?, asked.cursor()?, asked.limit(DEFAULT_LIMIT, MAX_FILE_LIST)?);
     asked.nothing_more()?;
@@ -191,35 +188,28 @@ pub(super) async fn list(
         Err(broken) => return Err(at.explain(broken).await),
     };
     let list: FileList = serde_json::from_slice(&list).map_err(|_| nonsense())?;
-    if list.items.len() > limit as usize || list.items.iter().any(|item| item.name.is_none()) {
-        return Err(nonsense());
-    }
-    let last = list.items.last().and_then(|item| item.name.as_ref()).filter(|_| list.more).map(query::encode_cursor);
-    let named = |item: &sandboxer_protocol::agent::FileAbout| path.join(item.name.as_ref().map_or(&[][..], Raw::as_bytes));
-    let items: Vec<Value> = list.items.iter().map(|item| object(&named(item), Some(item))).collect();
-    Ok(Json(json!({ "items": items, "next_cursor": last })))
+    let (items, last) = listed(&path, &list, limit)?;
+    Ok(Json(List { items, next_cursor: last, warnings: Vec::new() }))
 }
-
-pub(super) async fn rename(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-) -> Result<Json<Value>, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// Renames something.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/files/rename", tag = "files", operation_id = "rename_file",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At,
+        ("to" = String, Query, description = "Its new path, absolute"),
+        ("replace" = Option<bool>, Query, description = "What is there", nullable = false)),
+    responses((status = 200, description = "The file", body = FileObject), Files))]
+pub(super) async fn rename(of: Of, RawQuery(query): RawQuery) -> Result<Json<FileObject>, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, to, replace) = (asked.path()?, asked.path_of("to")?, asked.flag("replace")?);
     asked.nothing_more()?;
     at.done(&to.raw().clone(), FileAsk::Rename { path, to, replace }).await
 }
-
-pub(super) async fn make_directory(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-) -> Result<Response, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// Makes a directory.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/files/mkdir", tag = "files", operation_id = "make_directory",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At, query::Mode, query::Parents),
+    responses((status = 201, description = "The directory", body = FileObject), Files))]
+pub(super) async fn make_directory(of: Of, RawQuery(query): RawQuery) -> Result<Response, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, mode, parents) = (asked.path()?, asked.mode()?, asked.flag("parents")?);
     asked.nothing_more()?;
@@ -227,14 +217,12 @@ pub(super) async fn make_directory(
     Ok((StatusCode::CREATED, made).into_response())
 }
 
-/// A directory as an archive. How long it will be nobody knows before.
-pub(super) async fn pack(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-) -> Result<Response, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// All that is in a directory, as a tar archive. How long it will be nobody knows before.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/files/archive", tag = "files", operation_id = "pack_files",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At, query::Live),
+    responses((status = 200, description = "A tar archive", body = [u8], content_type = "application/x-tar"), Files))]
+pub(super) async fn pack(of: Of, RawQuery(query): RawQuery) -> Result<Response, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, live) = (asked.path()?, asked.flag("live")?);
     asked.nothing_more()?;
@@ -244,19 +232,48 @@ pub(super) async fn pack(
     }
     Ok(([(header::CONTENT_TYPE, TAR)], streams::sent(going)).into_response())
 }
-
-pub(super) async fn unpack(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    RawQuery(query): RawQuery,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let at = At { api: &api, id: sandbox_id(&id)?, owner: owner.as_deref() };
+/// Puts what is in a tar archive into a directory.
+#[utoipa::path(put, path = "/v1/sandboxes/{id}/files/archive", tag = "files", operation_id = "unpack_files",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At, query::Parents),
+    request_body(content = [u8], content_type = "application/x-tar"),
+    responses((status = 200, description = "The directory", body = FileObject), Files))]
+pub(super) async fn unpack(of: Of, RawQuery(query): RawQuery, body: Body) -> Result<Response, ApiError> {
+    let at = At::new(&of)?;
     let mut asked = Asked::parse(query.as_deref())?;
     let (path, parents) = (asked.path()?, asked.flag("parents")?);
     asked.nothing_more()?;
     take(&at, path.clone(), FileAsk::Unpack { path, parents }, body).await
+}
+
+/// What changes in a directory, as server-sent events: `watching` when nothing is missed any more, then `created`, `changed`, `written`
+/// (who wrote is done), `attributes` and `removed`, each with `path` and `directory`; `dropped` where there were more than were taken,
+/// `incomplete` where there are more directories than can be watched, and `ended` with why.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}/files/watch", tag = "files", operation_id = "watch_files",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), query::At,
+        ("recursive" = Option<bool>, Query, description = "Also in all directories below it", nullable = false)),
+    responses((status = 200, description = "Events, until the directory or the sandbox is gone", body = String, content_type = "text/event-stream"),
+        Files))]
+pub(super) async fn watch(of: Of, RawQuery(query): RawQuery) -> Result<Response, ApiError> {
+    let at = At::new(&of)?;
+    let mut asked = Asked::parse(query.as_deref())?;
+    let (path, recursive) = (asked.path()?, asked.flag("recursive")?);
+    asked.nothing_more()?;
+    let mut going = at.begin(FileAsk::Watch { path, recursive }).await?;
+    if let Err(broken) = going.opened().await {
+        return Err(at.explain(broken).await);
+    }
+    let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
+    Ok((headers, changes::told(going)).into_response())
+}
+
+/// A part of a directory, and where the next one begins. What an agent says is looked at.
+fn listed(path: &GuestPath, list: &FileList, limit: u32) -> Result<(Vec<FileObject>, Option<String>), ApiError> {
+    if list.items.len() > limit as usize || list.items.iter().any(|item| item.name.is_none()) {
+        return Err(nonsense());
+    }
+    let last = list.items.last().and_then(|item| item.name.as_ref()).filter(|_| list.more).map(query::encode_cursor);
+    let named = |item: &FileAbout| path.join(item.name.as_ref().map_or(&[][..], Raw::as_bytes));
+    Ok((list.items.iter().map(|item| object(&named(item), Some(item))).collect(), last))
 }
 
 fn nonsense() -> ApiError {

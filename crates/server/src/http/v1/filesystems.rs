@@ -3,21 +3,28 @@
 use std::sync::Arc;
 
 use axum::{
-    Extension, Json,
-    body::{Body, Bytes},
-    extract::{Path, Query, State, rejection::BytesRejection},
-    http::{HeaderMap, StatusCode, header},
+    Json,
+    body::Body,
+    http::{StatusCode, header},
     response::{IntoResponse as _, Response},
 };
 use sandboxer_store::FilesystemName;
 use serde::Deserialize;
-use serde_json::{Value, json};
 use tokio_util::io::ReaderStream;
+use utoipa::{IntoParams, ToSchema};
 
-use super::{Api, ApiError, idempotency::Answer, page::PageQuery, request, sandboxes::sandbox_id};
+use super::{
+    Api, ApiError,
+    extract::{Job, Of, Post, Words},
+    idempotency::Answer,
+    objects::{FilesystemObject, List},
+    page::PageQuery,
+    refusals::{Reading, Working},
+    request,
+    sandboxes::sandbox_id,
+};
 use crate::{
     filesystems::{self, Filesystems, Order, SavedFilesystem},
-    http::access::Owner,
     workspaces::NativeError,
 };
 
@@ -26,64 +33,65 @@ const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 /// What is read of an archive at once.
 const PIECE_BYTES: usize = 256 * 1024;
 
-pub(super) async fn take(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Answer, ApiError> {
-    let id = sandbox_id(&id)?;
-    let mut fields = request::fields(body)?;
-    let fingerprint = format!("filesystem-snapshot {id} {}", Value::Object(fields.clone()));
-    let name = request::take_text(&mut fields, "name")?.ok_or_else(|| ApiError::invalid("name: it is needed."))?;
-    let replace = request::take_bool(&mut fields, "replace")?;
-    request::nothing_more(&fields)?;
-    let (this, by) = (Arc::clone(&api), owner.clone());
-    let work = async move {
-        let made = this.native.snapshot_filesystem(id, by.as_deref(), name, replace).await?;
-        Ok(Answer::created(object(&made)))
-    };
-    api.remembered.once(&headers, owner, &fingerprint, work).await
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct FilesystemRequest {
+    /// 1 to 64 of `A-Za-z0-9._-`, not beginning with a dot.
+    #[schema(min_length = 1, max_length = 64)]
+    name: String,
+    /// Take the place of one that has this name.
+    #[serde(default)]
+    replace: Option<bool>,
 }
 
-pub(super) async fn list(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Query(page): Query<PageQuery>,
-) -> Result<Json<Value>, ApiError> {
-    let found = kept(&api)?.list(owner.as_deref()).await.map_err(unreadable)?;
-    let items = found.iter().map(|one| ((one.about.created_at.as_nanosecond(), one.name.to_string()), object(one)));
+/// Keeps the files of a sandbox that runs under a name. It goes on.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/filesystem-snapshot", tag = "filesystem snapshots",
+    operation_id = "take_filesystem_snapshot", params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), request::Asking),
+    request_body = FilesystemRequest,
+    responses((status = 201, description = "It is there", body = FilesystemObject), Working))]
+pub(super) async fn take(post: Post<FilesystemRequest>) -> Result<Answer, ApiError> {
+    let work = |job: Job<FilesystemRequest>| async move {
+        let (of, id, FilesystemRequest { name, replace }) = (&job.of, sandbox_id(&job.of.id)?, job.asked);
+        let made = of.api.native.snapshot_filesystem(id, of.who(), name, replace.unwrap_or(false)).await?;
+        Ok(Answer::created(FilesystemObject::from(&made)))
+    };
+    post.once(work).await
+}
+
+/// The filesystem snapshots of this key.
+#[utoipa::path(get, path = "/v1/filesystem-snapshots", tag = "filesystem snapshots", operation_id = "list_filesystem_snapshots",
+    params(PageQuery), responses((status = 200, description = "A page of them, oldest first", body = List<FilesystemObject>), Reading))]
+pub(super) async fn list(of: Of, Words(page): Words<PageQuery>) -> Result<Json<List<FilesystemObject>>, ApiError> {
+    let found = kept(&of.api)?.list(of.who()).await.map_err(unreadable)?;
+    let items = found.iter().map(|one| ((one.about.created_at.as_nanosecond(), one.name.to_string()), FilesystemObject::from(one)));
     Ok(Json(page.of(items.collect())?))
 }
 
-pub(super) async fn get(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(name): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    let found = kept(&api)?.find(owner.as_deref(), parse(&name)?).await.map_err(unreadable)?;
+/// One filesystem snapshot.
+#[utoipa::path(get, path = "/v1/filesystem-snapshots/{name}", tag = "filesystem snapshots", operation_id = "get_filesystem_snapshot",
+    params(("name" = String, Path)), responses((status = 200, description = "What is known of it", body = FilesystemObject), Reading))]
+pub(super) async fn get(of: Of) -> Result<Json<FilesystemObject>, ApiError> {
+    let found = kept(&of.api)?.find(of.who(), parse(&of.id)?).await.map_err(unreadable)?;
     let found = found.as_ref().and_then(SavedFilesystem::of).ok_or_else(unknown)?;
-    Ok(Json(object(&found)))
+    Ok(Json(FilesystemObject::from(&found)))
 }
 
-pub(super) async fn delete(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(name): Path<String>,
-) -> Result<StatusCode, ApiError> {
-    let there = kept(&api)?.delete(owner.as_deref(), parse(&name)?).await.map_err(unreadable)?;
+/// Deletes a filesystem snapshot. What was made from it stays.
+#[utoipa::path(delete, path = "/v1/filesystem-snapshots/{name}", tag = "filesystem snapshots",
+    operation_id = "delete_filesystem_snapshot", params(("name" = String, Path)),
+    responses((status = 204, description = "It is gone"), Working))]
+pub(super) async fn delete(of: Of) -> Result<StatusCode, ApiError> {
+    let there = kept(&of.api)?.delete(of.who(), parse(&of.id)?).await.map_err(unreadable)?;
     if there { Ok(StatusCode::NO_CONTENT) } else { Err(unknown()) }
 }
 
 /// The archive, as it is: a layer that any program of containers reads.
-pub(super) async fn export(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(name): Path<String>,
-) -> Result<Response, ApiError> {
-    let filesystems = kept(&api)?;
-    let manifest = filesystems.find(owner.as_deref(), parse(&name)?).await.map_err(unreadable)?.ok_or_else(unknown)?;
+#[utoipa::path(get, path = "/v1/filesystem-snapshots/{name}/layer", tag = "filesystem snapshots",
+    operation_id = "export_filesystem_snapshot", params(("name" = String, Path)),
+    responses((status = 200, description = "A tar archive", body = [u8], content_type = "application/vnd.oci.image.layer.v1.tar"), Reading))]
+pub(super) async fn export(of: Of) -> Result<Response, ApiError> {
+    let filesystems = kept(&of.api)?;
+    let manifest = filesystems.find(of.who(), parse(&of.id)?).await.map_err(unreadable)?.ok_or_else(unknown)?;
     let (layer, bytes) = (filesystems.export(manifest.clone()).await?, manifest.raw_bytes());
     let file = tokio::fs::File::open(&layer.path).await.map_err(|error| internal(&error.to_string()))?;
     let stream = ReaderStream::with_capacity(file, PIECE_BYTES);
@@ -96,38 +104,26 @@ pub(super) async fn export(
     Ok((headers, Body::from_stream(stream)).into_response())
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct ImportQuery {
+    /// Take the place of one that has this name.
+    #[param(value_type = Option<bool>, nullable = false)]
     replace: Option<String>,
 }
 
 /// A layer becomes a filesystem snapshot.
-pub(super) async fn import(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(name): Path<String>,
-    Query(query): Query<ImportQuery>,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let filesystems = kept(&api)?;
-    let (name, replace) = (parse(&name)?, query.replace.as_deref() == Some("true"));
-    let order = Order { name, replace, owner, sandbox_id: None, image: None };
+#[utoipa::path(put, path = "/v1/filesystem-snapshots/{name}/layer", tag = "filesystem snapshots",
+    operation_id = "import_filesystem_snapshot", params(("name" = String, Path), ImportQuery),
+    request_body(content = [u8], description = "A tar archive, compressed with gzip or zstd or not", content_type = "application/octet-stream"),
+    responses((status = 201, description = "It is there", body = FilesystemObject), Working))]
+pub(super) async fn import(of: Of, Words(query): Words<ImportQuery>, body: Body) -> Result<Response, ApiError> {
+    let filesystems = kept(&of.api)?;
+    let (name, replace) = (parse(&of.id)?, query.replace.as_deref() == Some("true"));
+    let order = Order { name, replace, owner: of.owner, sandbox_id: None, image: None };
     let made = filesystems.import(order, body.into_data_stream()).await.map_err(refusal)?;
     let made = SavedFilesystem::of(&made).ok_or_else(|| internal("it is no filesystem snapshot"))?;
-    Ok((StatusCode::CREATED, Json(object(&made))).into_response())
-}
-
-fn object(saved: &SavedFilesystem) -> Value {
-    let about = &saved.about;
-    json!({
-        "name": saved.name,
-        "created_at": about.created_at,
-        "sandbox_id": about.sandbox_id,
-        "image": about.image,
-        "entries": about.entries,
-        "content_bytes": about.content_bytes,
-        "size_bytes": saved.stored_bytes,
-    })
+    Ok((StatusCode::CREATED, Json(FilesystemObject::from(&made))).into_response())
 }
 
 fn kept(api: &Api) -> Result<Arc<Filesystems>, ApiError> {

@@ -11,7 +11,8 @@ use axum::{
     http::{HeaderMap, StatusCode},
     response::{IntoResponse, Response},
 };
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::{sync::watch, time::Instant};
 
 use super::ApiError;
@@ -31,12 +32,12 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    pub(super) fn created(body: Value) -> Self {
-        Self { status: StatusCode::CREATED, body }
+    pub(super) fn created(body: impl Serialize) -> Self {
+        Self { status: StatusCode::CREATED, body: json!(body) }
     }
 
-    pub(super) fn accepted(body: Value) -> Self {
-        Self { status: StatusCode::ACCEPTED, body }
+    pub(super) fn accepted(body: impl Serialize) -> Self {
+        Self { status: StatusCode::ACCEPTED, body: json!(body) }
     }
 }
 
@@ -127,8 +128,6 @@ mod tests {
         Arc,
         atomic::{AtomicUsize, Ordering},
     };
-
-    use serde_json::json;
 
     use super::*;
 

@@ -1,31 +1,46 @@
 //! `/v1/sandboxes/{id}/executions/kill`: the end of what runs, for those who are not its client.
 
-use std::sync::Arc;
-
-use axum::{
-    Extension, Json,
-    body::Bytes,
-    extract::{Path, State, rejection::BytesRejection},
-};
+use axum::http::StatusCode;
 use sandboxer_protocol::agent::signal_number;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use utoipa::ToSchema;
 
-use super::{Api, ApiError, request, sandboxes::sandbox_id, travel::only_gvisor};
-use crate::http::access::Owner;
+use super::{
+    ApiError,
+    extract::{Job, Post},
+    idempotency::Answer,
+    refusals::Working,
+    request,
+    sandboxes::sandbox_id,
+    travel::only_gvisor,
+};
 
-pub(super) async fn kill(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Json<Value>, ApiError> {
-    let id = sandbox_id(&id)?;
-    let mut fields = request::fields(body)?;
-    let signal = request::take_text(&mut fields, "signal")?;
-    request::nothing_more(&fields)?;
-    let number = |name: String| signal_number(&name).ok_or_else(|| ApiError::invalid("signal: there is no such signal."));
-    let signal = signal.map(number).transpose()?;
-    only_gvisor(&api, id, owner.as_deref()).await?;
-    let execution = api.native.kill_execution(id, owner.as_deref(), signal).await?;
-    Ok(Json(json!({ "execution_id": execution })))
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct KillRequest {
+    /// Only send this signal, such as `SIGINT`; left out: everything that the execution started is killed.
+    signal: Option<String>,
+}
+
+/// What was asked to end.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct KilledExecution {
+    execution_id: String,
+}
+
+/// Ends the running program of a sandbox, or sends it a signal, whether or not somebody is attached.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/executions/kill", tag = "executions", operation_id = "kill_execution",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), request::Asking), request_body = Option<KillRequest>,
+    responses((status = 200, description = "It has ended, or was sent the signal", body = KilledExecution), Working))]
+pub(super) async fn kill(post: Post<KillRequest>) -> Result<Answer, ApiError> {
+    let work = |job: Job<KillRequest>| async move {
+        let (of, id) = (&job.of, sandbox_id(&job.of.id)?);
+        let number = |name: &str| signal_number(name).ok_or_else(|| ApiError::invalid("signal: there is no such signal."));
+        let signal = job.asked.signal.as_deref().map(number).transpose()?;
+        only_gvisor(&of.api, id, of.who()).await?;
+        let execution = of.api.native.kill_execution(id, of.who(), signal).await?;
+        Ok(Answer { status: StatusCode::OK, body: json!(KilledExecution { execution_id: execution.to_string() }) })
+    };
+    post.once(work).await
 }

@@ -4,13 +4,17 @@
 
 mod error;
 mod executions;
+mod extract;
 mod files;
 mod filesystems;
 mod idempotency;
 mod kill;
 mod objects;
+mod openapi;
 mod page;
+mod pending;
 mod profiles;
+mod refusals;
 mod request;
 mod sandboxes;
 mod snapshots;
@@ -20,13 +24,12 @@ mod tree;
 
 use std::sync::Arc;
 
-use axum::{
-    Router,
-    extract::DefaultBodyLimit,
-    routing::{any, get, post},
-};
+use axum::{Router, extract::DefaultBodyLimit, routing::any};
+use utoipa::OpenApi as _;
+use utoipa_axum::{router::OpenApiRouter, routes};
 
-use self::{error::ApiError, idempotency::Remembered};
+pub(super) use self::files::FileDesk;
+use self::{error::ApiError, idempotency::Remembered, pending::Pending};
 use crate::{
     manager::Manager,
     workspaces::{Native, Workspaces},
@@ -40,42 +43,52 @@ pub(super) struct Api {
     workspaces: Arc<Workspaces>,
     native: Native,
     remembered: Remembered,
+    /// Snapshots that nobody waits for.
+    pending: Pending,
 }
 
 impl Api {
     pub(super) fn new(manager: Arc<Manager>, workspaces: Arc<Workspaces>) -> Arc<Self> {
-        Arc::new(Self { workspaces, native: Native::new(manager), remembered: Remembered::default() })
+        Arc::new(Self { workspaces, native: Native::new(manager), remembered: Remembered::default(), pending: Pending::default() })
     }
 }
 
+/// Everything that the document tells of, and how it is done.
+fn documented() -> OpenApiRouter<Arc<Api>> {
+    OpenApiRouter::with_openapi(openapi::Base::openapi())
+        .routes(routes!(sandboxes::list, sandboxes::create))
+        .routes(routes!(sandboxes::get, sandboxes::delete))
+        .routes(routes!(snapshots::take))
+        .routes(routes!(travel::checkpoint))
+        .routes(routes!(travel::checkpoints))
+        .routes(routes!(tree::get))
+        .routes(routes!(travel::roll_back))
+        .routes(routes!(travel::fork))
+        .routes(routes!(filesystems::take))
+        .routes(routes!(executions::run))
+        .routes(routes!(kill::kill))
+        .routes(routes!(files::read, files::write, files::remove))
+        .routes(routes!(files::stat))
+        .routes(routes!(files::list))
+        .routes(routes!(files::rename))
+        .routes(routes!(files::make_directory))
+        .routes(routes!(files::pack, files::unpack))
+        .routes(routes!(files::watch))
+        .routes(routes!(filesystems::list))
+        .routes(routes!(filesystems::get, filesystems::delete))
+        .routes(routes!(filesystems::export, filesystems::import))
+        .routes(routes!(snapshots::list))
+        .routes(routes!(snapshots::get, snapshots::delete))
+        .routes(routes!(snapshots::restore))
+        .routes(routes!(profiles::list))
+        .routes(routes!(profiles::get))
+        .routes(routes!(profiles::hosts))
+        .routes(routes!(profiles::instance))
+        .routes(routes!(openapi::get))
+}
+
 pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
-    Router::new()
-        .route("/v1/sandboxes", get(sandboxes::list).post(sandboxes::create))
-        .route("/v1/sandboxes/{id}", get(sandboxes::get).delete(sandboxes::delete))
-        .route("/v1/sandboxes/{id}/snapshot", post(snapshots::take))
-        .route("/v1/sandboxes/{id}/checkpoint", post(travel::checkpoint))
-        .route("/v1/sandboxes/{id}/checkpoints", get(travel::checkpoints))
-        .route("/v1/sandboxes/{id}/tree", get(tree::get))
-        .route("/v1/sandboxes/{id}/rollback", post(travel::roll_back))
-        .route("/v1/sandboxes/{id}/fork", post(travel::fork))
-        .route("/v1/sandboxes/{id}/filesystem-snapshot", post(filesystems::take))
-        .route("/v1/sandboxes/{id}/executions", post(executions::run))
-        .route("/v1/sandboxes/{id}/executions/kill", post(kill::kill))
-        .route("/v1/sandboxes/{id}/files", get(files::read).put(files::write).delete(files::remove))
-        .route("/v1/sandboxes/{id}/files/stat", get(files::stat))
-        .route("/v1/sandboxes/{id}/files/list", get(files::list))
-        .route("/v1/sandboxes/{id}/files/rename", post(files::rename))
-        .route("/v1/sandboxes/{id}/files/mkdir", post(files::make_directory))
-        .route("/v1/sandboxes/{id}/files/archive", get(files::pack).put(files::unpack))
-        .route("/v1/filesystem-snapshots", get(filesystems::list))
-        .route("/v1/filesystem-snapshots/{name}", get(filesystems::get).delete(filesystems::delete))
-        .route("/v1/filesystem-snapshots/{name}/layer", get(filesystems::export).put(filesystems::import))
-        .route("/v1/snapshots", get(snapshots::list))
-        .route("/v1/snapshots/{id}", get(snapshots::get).delete(snapshots::delete))
-        .route("/v1/snapshots/{id}/restore", post(snapshots::restore))
-        .route("/v1/profiles", get(profiles::list))
-        .route("/v1/profiles/{name}", get(profiles::get))
-        .route("/v1/hosts", get(profiles::hosts))
+    Router::from(documented())
         .route("/v1/stubs/{id}", any(stubs::echo))
         .route("/v1/stubs/{id}/{*path}", any(stubs::echo_below))
         .route("/v1", any(async || ApiError::not_offered()))

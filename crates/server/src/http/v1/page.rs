@@ -1,16 +1,21 @@
 //! Lists in pages: by age and id, so that nothing is missed or comes twice while others are made and deleted.
 
 use serde::Deserialize;
-use serde_json::{Value, json};
+use utoipa::IntoParams;
 
-use super::ApiError;
+use super::{ApiError, objects::List};
 
 const DEFAULT_LIMIT: usize = 100;
 const MAX_LIMIT: usize = 1000;
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct PageQuery {
+    /// How many at most; 100 if left out.
+    #[param(value_type = Option<u32>, minimum = 1, maximum = 1000, nullable = false)]
     limit: Option<String>,
+    /// The `next_cursor` of the page before.
+    #[param(nullable = false)]
     cursor: Option<String>,
 }
 
@@ -19,7 +24,7 @@ pub(super) type Position = (i128, String);
 
 impl PageQuery {
     /// The page of these items; each comes with where it stands.
-    pub(super) fn of(&self, mut items: Vec<(Position, Value)>) -> Result<Value, ApiError> {
+    pub(super) fn of<T>(&self, mut items: Vec<(Position, T)>) -> Result<List<T>, ApiError> {
         let limit = match self.limit.as_deref().map(str::parse) {
             None => DEFAULT_LIMIT,
             Some(Ok(limit)) if (1..=MAX_LIMIT).contains(&limit) => limit,
@@ -35,8 +40,7 @@ impl PageQuery {
         let more = items.len() > limit;
         items.truncate(limit);
         let next = items.last().filter(|_| more).map(|((time, id), _)| format!("{time}.{id}"));
-        let items: Vec<Value> = items.into_iter().map(|(_, item)| item).collect();
-        Ok(json!({ "items": items, "next_cursor": next }))
+        Ok(List { items: items.into_iter().map(|(_, item)| item).collect(), next_cursor: next, warnings: Vec::new() })
     }
 }
 
@@ -46,25 +50,25 @@ mod tests {
 
     #[test]
     fn pages_together_are_the_list() {
-        let all: Vec<(Position, Value)> = (0..7).rev().map(|n| ((n / 2, format!("id-{n}")), json!(n))).collect();
+        let all: Vec<(Position, i128)> = (0..7).rev().map(|n| ((n / 2, format!("id-{n}")), n)).collect();
         let mut found = Vec::new();
         let mut cursor = None;
         loop {
             let page = PageQuery { limit: Some("3".to_owned()), cursor: cursor.clone() }.of(all.clone()).unwrap();
-            found.extend(page["items"].as_array().unwrap().clone());
-            cursor = page["next_cursor"].as_str().map(str::to_owned);
+            found.extend(page.items);
+            cursor = page.next_cursor;
             if cursor.is_none() {
                 break;
             }
         }
-        assert_eq!(json!(found), json!([0, 1, 2, 3, 4, 5, 6]));
+        assert_eq!(found, [0, 1, 2, 3, 4, 5, 6]);
     }
 
     #[test]
     fn a_bad_page_is_refused() {
         for (limit, cursor) in [(Some("0"), None), (Some("1001"), None), (Some("x"), None), (None, Some("x")), (None, Some("x.y"))] {
             let query = PageQuery { limit: limit.map(str::to_owned), cursor: cursor.map(str::to_owned) };
-            assert!(query.of(Vec::new()).is_err(), "{query:?}");
+            assert!(query.of::<()>(Vec::new()).is_err(), "{query:?}");
         }
     }
 }

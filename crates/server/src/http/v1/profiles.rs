@@ -1,31 +1,48 @@
-//! `/v1/profiles` and `/v1/hosts`: what may be made, and where.
+//! `/v1/profiles` and `/v1/hosts`: what may be made, and where. `/v1/instance`: what this server has.
 
-use std::sync::Arc;
-
-use axum::{
-    Json,
-    extract::{Path, State},
-};
+use axum::Json;
 use sandboxer_extensions::{Place, ProfileName};
-use serde_json::{Value, json};
 
-use super::{Api, ApiError};
+use super::{
+    ApiError,
+    extract::Of,
+    objects::{HostObject, List, ProfileObject},
+    refusals::Looking,
+};
+use crate::manager::InstanceView;
 
-pub(super) async fn list(State(api): State<Arc<Api>>) -> Json<Value> {
-    let items: Vec<Value> = api.workspaces.config().profiles.iter().map(|profile| json!(profile)).collect();
-    Json(json!({ "items": items, "next_cursor": null }))
+/// What may be made.
+#[utoipa::path(get, path = "/v1/profiles", tag = "server", operation_id = "list_profiles",
+    responses((status = 200, description = "All of them", body = List<ProfileObject>), Looking))]
+pub(super) async fn list(of: Of) -> Json<List<ProfileObject>> {
+    Json(all(of.api.workspaces.config().profiles.iter().map(ProfileObject::from)))
 }
 
-pub(super) async fn get(State(api): State<Arc<Api>>, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
-    let name: ProfileName = name.parse().map_err(|_| ApiError::not_found("profile"))?;
-    let profile = api.workspaces.config().profiles.get(&name).ok_or_else(|| ApiError::not_found("profile"))?;
-    Ok(Json(json!(profile)))
+/// One profile.
+#[utoipa::path(get, path = "/v1/profiles/{name}", tag = "server", operation_id = "get_profile", params(("name" = String, Path)),
+    responses((status = 200, description = "The profile", body = ProfileObject), Looking))]
+pub(super) async fn get(of: Of) -> Result<Json<ProfileObject>, ApiError> {
+    let name: ProfileName = of.id.parse().map_err(|_| ApiError::not_found("profile"))?;
+    let profile = of.api.workspaces.config().profiles.get(&name).ok_or_else(|| ApiError::not_found("profile"))?;
+    Ok(Json(profile.into()))
 }
 
-/// Names and kinds only: where a host is and how it is reached is not a client's to know.
-pub(super) async fn hosts(State(api): State<Arc<Api>>) -> Json<Value> {
+/// Where sandboxes may be made.
+#[utoipa::path(get, path = "/v1/hosts", tag = "server", operation_id = "list_hosts",
+    responses((status = 200, description = "All of them", body = List<HostObject>), Looking))]
+pub(super) async fn hosts(of: Of) -> Json<List<HostObject>> {
     let kind = |place: &Place| if *place == Place::Local { "local" } else { "ssh" };
-    let items: Vec<Value> =
-        api.workspaces.config().hosts.iter().map(|host| json!({ "name": host.name, "kind": kind(&host.place) })).collect();
-    Json(json!({ "items": items, "next_cursor": null }))
+    let hosts = of.api.workspaces.config().hosts.iter();
+    Json(all(hosts.map(|host| HostObject { name: host.name.to_string(), kind: kind(&host.place).to_owned() })))
+}
+
+/// What this instance has.
+#[utoipa::path(get, path = "/v1/instance", tag = "server", operation_id = "get_instance",
+    responses((status = 200, description = "The instance, and what it serves", body = InstanceView), Looking))]
+pub(super) async fn instance(of: Of) -> Json<InstanceView> {
+    Json(of.api.native.view(of.who()))
+}
+
+fn all<T>(items: impl Iterator<Item = T>) -> List<T> {
+    List { items: items.collect(), next_cursor: None, warnings: Vec::new() }
 }

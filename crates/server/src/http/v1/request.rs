@@ -45,31 +45,6 @@ pub(super) fn take_name<T: std::str::FromStr<Err: std::fmt::Display>>(
     }
 }
 
-/// Takes a field that is a text, or null.
-pub(super) fn take_text(fields: &mut Map<String, Value>, field: &str) -> Result<Option<String>, ApiError> {
-    take_name(fields, field)
-}
-
-/// Takes a field that is true or false, or null, which is false.
-pub(super) fn take_bool(fields: &mut Map<String, Value>, field: &str) -> Result<bool, ApiError> {
-    match fields.remove(field) {
-        None | Some(Value::Null) => Ok(false),
-        Some(Value::Bool(value)) => Ok(value),
-        Some(_) => Err(ApiError::invalid(format!("{field}: true or false is needed."))),
-    }
-}
-
-/// Takes `count`: how many sandboxes are wanted.
-pub(super) fn take_count(fields: &mut Map<String, Value>) -> Result<Option<usize>, ApiError> {
-    match fields.remove("count") {
-        None | Some(Value::Null) => Ok(None),
-        Some(count) => {
-            let count = count.as_u64().ok_or_else(|| ApiError::invalid("count: a number is needed."))?;
-            Ok(Some(usize::try_from(count).unwrap_or(usize::MAX)))
-        }
-    }
-}
-
 /// Takes a field that is an object, or null.
 pub(super) fn take_object(fields: &mut Map<String, Value>, field: &str) -> Result<Map<String, Value>, ApiError> {
     match fields.remove(field) {
@@ -99,4 +74,17 @@ pub(super) fn nothing_more(fields: &Map<String, Value>) -> Result<(), ApiError> 
             Err(ApiError::invalid(format!("{shown:?}: there is no such field here.")))
         }
     }
+}
+
+/// The headers of a request for work.
+#[derive(utoipa::IntoParams)]
+#[into_params(parameter_in = Header)]
+#[expect(dead_code, reason = "it is what the document says of them")]
+pub(super) struct Asking {
+    /// The same request sent again under the same key gets the answer of the first one, for ten minutes.
+    #[param(rename = "Idempotency-Key", required = false, min_length = 1, max_length = 255, pattern = "^[!-~]+$")]
+    idempotency_key: Option<String>,
+    /// `respond-async`: answer with 202 when the work has begun.
+    #[param(rename = "Prefer", required = false, pattern = "^[!-~]+$")]
+    prefer: Option<String>,
 }

@@ -1,44 +1,34 @@
 //! `/v1/sandboxes`: of every kind.
 
-use std::sync::Arc;
-
-use axum::{
-    Extension, Json,
-    body::Bytes,
-    extract::{Path, Query, State, rejection::BytesRejection},
-    http::{HeaderMap, StatusCode},
-};
+use axum::{Json, http::StatusCode};
 use sandboxer_extensions::{ExtensionError, Health, ProfileName};
 use sandboxer_protocol::SandboxId;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use utoipa::IntoParams;
 
 use super::{
     Api, ApiError,
+    extract::{Job, Of, Post, Words},
     idempotency::Answer,
-    objects::SandboxObject,
+    objects::{List, SandboxObject},
     page::{PageQuery, Position},
+    refusals::{Looking, Reading, Working},
     request,
 };
-use crate::{
-    http::access::Owner,
-    workspaces::{self, NotDeleted, Order, is_native},
-};
+use crate::workspaces::{self, NotDeleted, Order, is_native};
 
-pub(super) async fn create(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Answer, ApiError> {
-    let fields = request::fields(body)?;
-    let fingerprint = format!("create {}", Value::Object(fields.clone()));
-    let later = request::wants_async(&headers);
-    let (this, by) = (Arc::clone(&api), owner.clone());
-    api.remembered.once(&headers, owner, &fingerprint, async move { make(&this, fields, by, later).await }).await
+/// Makes a sandbox. `Prefer: respond-async` is answered with 202 where that takes long; a gVisor sandbox is made at once.
+#[utoipa::path(post, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "create_sandbox", params(request::Asking),
+    request_body(content = ref("#/components/schemas/CreateRequest"), content_type = "application/json"),
+    responses((status = 201, description = "It is there, with the only copy of its token", body = SandboxObject),
+        (status = 202, description = "It is being made", body = SandboxObject), Working))]
+pub(super) async fn create(post: Post<Map<String, Value>>) -> Result<Answer, ApiError> {
+    post.once(make).await
 }
 
-async fn make(api: &Api, mut fields: Map<String, Value>, owner: Option<String>, later: bool) -> Result<Answer, ApiError> {
+async fn make(job: Job<Map<String, Value>>) -> Result<Answer, ApiError> {
+    let Job { of: Of { api, owner, .. }, asked: mut fields, later } = job;
     let profile = request::take_name::<ProfileName>(&mut fields, "profile")?;
     let inputs = request::take_object(&mut fields, "inputs")?;
     let host = request::take_name(&mut fields, "host")?;
@@ -54,61 +44,59 @@ async fn make(api: &Api, mut fields: Map<String, Value>, owner: Option<String>, 
         let inputs = inputs.into_iter().map(|(name, value)| (name, json!(value))).collect();
         let config = workspaces::configuration(fields, inputs).map_err(ApiError::invalid)?;
         let (sandbox, token) = api.native.create(config, owner).await?;
-        return Ok(Answer::created(json!(SandboxObject::native(sandbox, Some(token)))));
+        return Ok(Answer::created(SandboxObject::native(sandbox, Some(token))));
     };
     let metadata = request::take_metadata(&mut fields)?;
     request::nothing_more(&fields)?;
     let order = Order { profile, inputs: inputs.into_iter().collect(), host, metadata, keep_failed: later };
     let begun = api.workspaces.create(order, owner).await?;
     if later {
-        return Ok(Answer::accepted(json!(SandboxObject::from(begun.row))));
+        return Ok(Answer::accepted(SandboxObject::from(begun.row)));
     }
-    Ok(Answer::created(json!(SandboxObject::from(begun.finished().await?))))
+    Ok(Answer::created(SandboxObject::from(begun.finished().await?)))
 }
 
-pub(super) async fn list(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Query(page): Query<PageQuery>,
-) -> Result<Json<Value>, ApiError> {
-    let native = api.native.list(owner.as_deref()).into_iter().map(|sandbox| SandboxObject::native(sandbox, None));
-    let others = api.workspaces.sandboxes(owner.as_deref()).await?.into_iter().map(SandboxObject::from);
+/// The sandboxes of this key: gVisor's own as far as they are in this server's memory, and those of extensions.
+#[utoipa::path(get, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "list_sandboxes", params(PageQuery),
+    responses((status = 200, description = "A page of them, oldest first", body = List<SandboxObject>), Looking))]
+pub(super) async fn list(of: Of, Words(page): Words<PageQuery>) -> Result<Json<List<SandboxObject>>, ApiError> {
+    let native = of.api.native.list(of.who()).into_iter().map(|sandbox| SandboxObject::native(sandbox, None));
+    let others = of.api.workspaces.sandboxes(of.who()).await?.into_iter().map(SandboxObject::from);
     let position = |object: &SandboxObject| -> Position { (object.created_at.as_nanosecond(), object.id.clone()) };
-    let mut list = page.of(native.chain(others).map(|object| (position(&object), json!(object))).collect())?;
-    warn_of_damage(&api, &mut list).await;
+    let mut list = page.of(native.chain(others).map(|object| (position(&object), object)).collect())?;
+    list.warnings = warnings(&of.api).await;
     Ok(Json(list))
 }
 
 /// Whoever lists is told that the list may lack something.
-pub(super) async fn warn_of_damage(api: &Api, list: &mut Value) {
-    let damaged = api.workspaces.damaged().await;
-    if !damaged.is_empty() {
-        let warning = |name| format!("A file of the server was damaged and set aside as {name}: what it held is not listed.");
-        list["warnings"] = damaged.into_iter().map(warning).collect();
-    }
+pub(super) async fn warnings(api: &Api) -> Vec<String> {
+    let warning = |name| format!("A file of the server was damaged and set aside as {name}: what it held is not listed.");
+    api.workspaces.damaged().await.into_iter().map(warning).collect()
 }
 
-pub(super) async fn get(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    let id = sandbox_id(&id)?;
-    if let Some(sandbox) = api.native.get(id, owner.as_deref()).await {
-        return Ok(Json(json!(SandboxObject::native(sandbox, None))));
+/// One sandbox, as it is now.
+#[utoipa::path(get, path = "/v1/sandboxes/{id}", tag = "sandboxes", operation_id = "get_sandbox",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox")),
+    responses((status = 200, description = "The sandbox", body = SandboxObject), Reading))]
+pub(super) async fn get(of: Of) -> Result<Json<SandboxObject>, ApiError> {
+    let id = sandbox_id(&of.id)?;
+    if let Some(sandbox) = of.api.native.get(id, of.who()).await {
+        return Ok(Json(SandboxObject::native(sandbox, None)));
     }
-    let row = api.workspaces.sandbox(id, owner.as_deref()).await?;
-    let looked: Result<Health, ExtensionError> = api.workspaces.look(&row).await;
+    let row = of.api.workspaces.sandbox(id, of.who()).await?;
+    let looked: Result<Health, ExtensionError> = of.api.workspaces.look(&row).await;
     let object = SandboxObject::from(row);
-    let object = match looked {
+    Ok(Json(match looked {
         Ok(health) => object.with(health),
         Err(error) => object.unknown(error.message),
-    };
-    Ok(Json(json!(object)))
+    }))
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct DeleteQuery {
+    /// Forget it even if its host can't be asked.
+    #[param(value_type = Option<bool>, nullable = false)]
     force: Option<String>,
 }
 
@@ -119,14 +107,13 @@ impl DeleteQuery {
     }
 }
 
-pub(super) async fn delete(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    Query(query): Query<DeleteQuery>,
-) -> Result<StatusCode, ApiError> {
-    let id = sandbox_id(&id)?;
-    match api.native.delete(id, owner.as_deref()).await {
+/// Ends a sandbox that nobody is attached to, with everything in it and its checkpoints. Its snapshots stay.
+#[utoipa::path(delete, path = "/v1/sandboxes/{id}", tag = "sandboxes", operation_id = "delete_sandbox",
+    params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), DeleteQuery),
+    responses((status = 204, description = "It is gone"), Working))]
+pub(super) async fn delete(of: Of, Words(query): Words<DeleteQuery>) -> Result<StatusCode, ApiError> {
+    let id = sandbox_id(&of.id)?;
+    match of.api.native.delete(id, of.who()).await {
         Ok(()) => return Ok(StatusCode::NO_CONTENT),
         Err(NotDeleted::NotFound) => {}
         Err(NotDeleted::InUse) => return Err(ApiError::in_use()),
@@ -134,7 +121,7 @@ pub(super) async fn delete(
             return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_now", "The sandbox does not end. Try again later."));
         }
     }
-    api.workspaces.delete(id, owner.as_deref(), query.force()).await?;
+    of.api.workspaces.delete(id, of.who(), query.force()).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

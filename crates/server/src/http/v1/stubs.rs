@@ -1,39 +1,26 @@
 //! The endpoints of `ext.saas-stub`: each echoes its sandbox's inputs and metadata, and what it was asked.
 
-use std::sync::Arc;
-
 use axum::{
-    Extension, Json,
-    extract::{Path, State},
+    Json,
+    extract::Path,
     http::{Method, StatusCode},
     response::{IntoResponse, Response},
 };
 use sandboxer_extensions::{SandboxState, stub};
 use serde_json::json;
 
-use super::{Api, ApiError, sandboxes::sandbox_id};
-use crate::http::access::Owner;
+use super::{ApiError, extract::Of, sandboxes::sandbox_id};
 
-pub(super) async fn echo(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path(id): Path<String>,
-    method: Method,
-) -> Result<Response, ApiError> {
-    answer(&api, owner.as_deref(), &id, "", &method).await
+pub(super) async fn echo(of: Of, method: Method) -> Result<Response, ApiError> {
+    answer(&of, "", &method).await
 }
 
-pub(super) async fn echo_below(
-    State(api): State<Arc<Api>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    Path((id, path)): Path<(String, String)>,
-    method: Method,
-) -> Result<Response, ApiError> {
-    answer(&api, owner.as_deref(), &id, &path, &method).await
+pub(super) async fn echo_below(of: Of, Path((_, path)): Path<(String, String)>, method: Method) -> Result<Response, ApiError> {
+    answer(&of, &path, &method).await
 }
 
-async fn answer(api: &Api, owner: Option<&str>, id: &str, path: &str, method: &Method) -> Result<Response, ApiError> {
-    let row = api.workspaces.sandbox(sandbox_id(id)?, owner).await?;
+async fn answer(of: &Of, path: &str, method: &Method) -> Result<Response, ApiError> {
+    let row = of.api.workspaces.sandbox(sandbox_id(&of.id)?, of.who()).await?;
     if row.extension.as_str() != "ext.saas-stub" || row.status != SandboxState::Ready {
         return Err(ApiError::not_found("stub"));
     }

@@ -10,7 +10,10 @@ use sandboxer_protocol::{
 use tokio::{sync::OwnedSemaphorePermit, time::timeout};
 
 use super::{Native, NativeError};
-use crate::sandbox::transfers::{Ends, NotDone, Push, Word, order};
+use crate::{
+    manager::Handle,
+    sandbox::transfers::{Ends, NotDone, Push, Word, order},
+};
 
 /// What has to be passed on before the sandbox is told.
 const TELL_BYTES: u64 = 256 * 1024;
@@ -33,7 +36,9 @@ pub(crate) struct Going {
     ends: Ends,
     taken: u64,
     told: u64,
-    _turn: OwnedSemaphorePermit,
+    /// How much must have been taken before the sandbox is told.
+    tell: u64,
+    _turn: Option<OwnedSemaphorePermit>,
 }
 
 /// What a file is that was opened.
@@ -48,11 +53,7 @@ impl Native {
     pub(crate) async fn begin_file(&self, id: SandboxId, who: Option<&str>, ask: FileAsk) -> Result<Going, Broken> {
         let turn = self.transfers.clone().try_acquire_owned().map_err(|_| Broken::Busy)?;
         let handle = self.running(id, who).await.map_err(Broken::Native)?;
-        let (order, ends) = order(ask);
-        if !handle.file(order).await {
-            return Err(Broken::Cut);
-        }
-        Ok(Going { ends, taken: 0, told: 0, _turn: turn })
+        Going::begin(&handle, ask, Some(turn)).await
     }
 
     /// Does something that is done at once.
@@ -62,6 +63,17 @@ impl Native {
 }
 
 impl Going {
+    /// Begins something with a file of this sandbox; a turn is given back when it is over.
+    pub(crate) async fn begin(handle: &Handle, ask: FileAsk, turn: Option<OwnedSemaphorePermit>) -> Result<Self, Broken> {
+        // What watches waits for this to be told of every piece.
+        let tell = if matches!(ask, FileAsk::Watch { .. }) { 1 } else { TELL_BYTES };
+        let (order, ends) = order(ask);
+        if !handle.file(order).await {
+            return Err(Broken::Cut);
+        }
+        Ok(Self { ends, taken: 0, told: 0, tell, _turn: turn })
+    }
+
     async fn word(&mut self) -> Result<Word, Broken> {
         match self.ends.words.recv().await {
             Some(Word::Failed(why)) => Err(Broken::NotDone(why)),
@@ -79,7 +91,7 @@ impl Going {
 
     /// The next bytes; none: those were all.
     pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, Broken> {
-        if self.taken >= self.told + TELL_BYTES {
+        if self.taken >= self.told + self.tell {
             self.told = self.taken;
             // A driver that has gone is noticed by what follows.
             let _ = self.ends.pushes.send(Push::Taken(self.taken)).await;

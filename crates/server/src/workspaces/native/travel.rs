@@ -56,10 +56,16 @@ const NOT_KEPT: &str = "This server keeps neither checkpoints nor snapshots: it 
 pub(super) const RESTS: &str = "does not run here";
 
 impl Native {
-    /// A snapshot of one that runs, and goes on.
-    pub(crate) async fn take_snapshot(&self, id: SandboxId, who: Option<&str>, name: Option<String>) -> Result<SavedSnapshot, NativeError> {
+    /// A snapshot of one that runs, and goes on; under this id, if one is given.
+    pub(crate) async fn take_snapshot(
+        &self,
+        id: SandboxId,
+        who: Option<&str>,
+        name: Option<String>,
+        as_id: Option<SnapshotId>,
+    ) -> Result<SavedSnapshot, NativeError> {
         let handle = self.running(id, who).await?;
-        match handle.ask(Ask::Snapshot { name }).await {
+        match handle.ask(Ask::Snapshot { id: as_id.unwrap_or_else(SnapshotId::random), name }).await {
             Some(Ok(Told::Snapshot(manifest))) => {
                 let about = About::of(&manifest).map_err(internal)?;
                 let ManifestAt::Snapshot { snapshot_id } = manifest.at() else { return Err(internal("it is no snapshot".to_owned())) };
@@ -189,7 +195,7 @@ impl Native {
             let name = there.latest.ok_or(NativeError::NotFound("checkpoint"))?;
             return self.fork_known(ManifestAt::Checkpoint { sandbox_id: id, name }, count, who).await;
         }
-        let taken = self.take_snapshot(id, who.as_deref(), None).await?;
+        let taken = self.take_snapshot(id, who.as_deref(), None, None).await?;
         let made = self.fork(ManifestAt::Snapshot { snapshot_id: taken.id }, count, who).await;
         // Nobody knows of it.
         if let Err(why) = self.kept()?.delete_snapshot(taken.id).await {

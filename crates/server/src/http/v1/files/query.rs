@@ -2,8 +2,49 @@
 
 use axum::http::{HeaderMap, header};
 use sandboxer_protocol::agent::{ByteRange, GuestPath, Raw};
+use utoipa::IntoParams;
 
 use super::super::ApiError;
+
+/// For the document: where it is.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Query)]
+#[expect(dead_code, reason = "it is what the document says")]
+pub(super) struct At {
+    /// Absolute; as bytes, percent-encoded.
+    #[param(min_length = 1, max_length = 4096)]
+    path: String,
+}
+
+/// For the document: what may change meanwhile.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Query)]
+#[expect(dead_code, reason = "it is what the document says")]
+pub(super) struct Live {
+    /// Send what is being written to as far as it was there.
+    #[param(nullable = false)]
+    live: Option<bool>,
+}
+
+/// For the document: permissions.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Query)]
+#[expect(dead_code, reason = "it is what the document says")]
+pub(super) struct Mode {
+    /// In octal, such as `644`.
+    #[param(nullable = false, pattern = "^[0-7]{1,4}$")]
+    mode: Option<String>,
+}
+
+/// For the document: what is above it.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Query)]
+#[expect(dead_code, reason = "it is what the document says")]
+pub(super) struct Parents {
+    /// Make the directories that are missing.
+    #[param(nullable = false)]
+    parents: Option<bool>,
+}
 
 /// What was asked for, by name.
 pub(super) struct Asked(Vec<(String, Raw)>);
@@ -52,10 +93,7 @@ impl Asked {
 
     /// In octal, as everywhere.
     pub(super) fn mode(&mut self) -> Result<Option<u32>, ApiError> {
-        let bad = || ApiError::invalid("mode: octal digits are needed, such as 644 or 755.");
-        let Some(text) = self.text("mode")? else { return Ok(None) };
-        let mode = u32::from_str_radix(&text, 8).ok().filter(|mode| *mode <= 0o7777 && !text.starts_with('+'));
-        mode.map(Some).ok_or_else(bad)
+        mode_of(self.text("mode")?.as_deref())
     }
 
     pub(super) fn limit(&mut self, default: u32, most: u32) -> Result<u32, ApiError> {
@@ -68,10 +106,7 @@ impl Asked {
 
     /// The last name of the page before.
     pub(super) fn cursor(&mut self) -> Result<Option<Raw>, ApiError> {
-        let bad = || ApiError::bad("cursor: send the next_cursor of the page before as it is.");
-        let Some(text) = self.text("cursor")? else { return Ok(None) };
-        let name = text.strip_prefix('.').and_then(Raw::decoded).filter(|name| !name.as_bytes().is_empty()).ok_or_else(bad)?;
-        Ok(Some(name))
+        self.text("cursor")?.as_deref().map(decode_cursor).transpose()
     }
 
     /// What is left is unknown, and a misspelt one that is ignored does something else than was wanted.
@@ -84,6 +119,18 @@ impl Asked {
             }
         }
     }
+}
+
+pub(super) fn mode_of(text: Option<&str>) -> Result<Option<u32>, ApiError> {
+    let bad = || ApiError::invalid("mode: octal digits are needed, such as 644 or 755.");
+    let Some(text) = text else { return Ok(None) };
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o7777 && !text.starts_with('+'));
+    mode.map(Some).ok_or_else(bad)
+}
+
+pub(super) fn decode_cursor(text: &str) -> Result<Raw, ApiError> {
+    let bad = || ApiError::bad("cursor: send the next_cursor of the page before as it is.");
+    text.strip_prefix('.').and_then(Raw::decoded).filter(|name| !name.as_bytes().is_empty()).ok_or_else(bad)
 }
 
 pub(super) fn encode_cursor(name: &Raw) -> String {

@@ -1,0 +1,137 @@
+//! How every request begins: who asks, of what, with which words, and whether it was asked before.
+
+use std::sync::Arc;
+
+use axum::{
+    body::Bytes,
+    extract::{FromRequest, FromRequestParts, Query, RawPathParams, Request},
+    http::{HeaderMap, request::Parts},
+};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::{Api, ApiError, idempotency::Answer, request};
+use crate::http::access::Owner;
+
+/// Who asks, and of what: the one part of the address that varies, or nothing.
+pub(super) struct Of {
+    pub(super) api: Arc<Api>,
+    pub(super) owner: Option<String>,
+    pub(super) id: String,
+}
+
+impl Of {
+    /// The name of the key that the request came with.
+    pub(super) fn who(&self) -> Option<&str> {
+        self.owner.as_deref()
+    }
+}
+
+impl FromRequestParts<Arc<Api>> for Of {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, api: &Arc<Api>) -> Result<Self, ApiError> {
+        // Whoever comes here has passed the check that leaves this.
+        let owner = parts.extensions.get::<Owner>().and_then(|owner| owner.0.clone());
+        let params = RawPathParams::from_request_parts(parts, api).await;
+        let params = params.map_err(|_| ApiError::not_found("address"))?;
+        let id = params.iter().next().map(|(_, value)| value.to_owned()).unwrap_or_default();
+        Ok(Self { api: Arc::clone(api), owner, id })
+    }
+}
+
+/// What the address says behind its question mark.
+pub(super) struct Words<Q>(pub(super) Q);
+
+impl<Q: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Words<Q> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        match Query::<Q>::from_request_parts(parts, state).await {
+            Ok(Query(words)) => Ok(Self(words)),
+            Err(rejection) => Err(ApiError::bad(format!("{}.", rejection.body_text()))),
+        }
+    }
+}
+
+/// Work that is asked for.
+pub(super) struct Job<B> {
+    pub(super) of: Of,
+    /// What the body says.
+    pub(super) asked: B,
+    /// Who asks does not want to wait for its end.
+    pub(super) later: bool,
+}
+
+/// A request for work, with what it takes to do it once only.
+pub(super) struct Post<B> {
+    pub(super) job: Job<B>,
+    pub(super) headers: HeaderMap,
+    fingerprint: String,
+}
+
+impl<B: DeserializeOwned> FromRequest<Arc<Api>> for Post<B> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, api: &Arc<Api>) -> Result<Self, ApiError> {
+        let (mut parts, body) = request.into_parts();
+        let of = Of::from_request_parts(&mut parts, api).await?;
+        let (path, headers) = (parts.uri.path().to_owned(), parts.headers.clone());
+        let fields = request::fields(Bytes::from_request(Request::from_parts(parts, body), api).await)?;
+        let fingerprint = format!("{path} {}", Value::Object(fields.clone()));
+        let later = request::wants_async(&headers);
+        Ok(Self { job: Job { of, asked: typed(fields)?, later }, headers, fingerprint })
+    }
+}
+
+impl<B> Post<B> {
+    /// Does the work, unless that was done already for the same `Idempotency-Key`.
+    pub(super) async fn once<F>(self, work: impl FnOnce(Job<B>) -> F) -> Result<Answer, ApiError>
+    where
+        F: Future<Output = Result<Answer, ApiError>> + Send + 'static,
+    {
+        let (api, owner) = (Arc::clone(&self.job.of.api), self.job.of.owner.clone());
+        api.remembered.once(&self.headers, owner, &self.fingerprint, work(self.job)).await
+    }
+}
+
+fn typed<B: DeserializeOwned>(fields: Map<String, Value>) -> Result<B, ApiError> {
+    serde_path_to_error::deserialize(Value::Object(fields)).map_err(|error| {
+        let (path, mut problem) = (error.path().to_string(), error.inner().to_string());
+        // It may quote what was sent, which may be long.
+        if let Some((end, _)) = problem.char_indices().nth(500) {
+            problem.truncate(end);
+        }
+        if path == "." { ApiError::invalid(format!("{problem}.")) } else { ApiError::invalid(format!("{path}: {problem}.")) }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+    use serde_json::json;
+
+    use super::*;
+
+    #[derive(Debug, Default, Deserialize, PartialEq)]
+    #[serde(deny_unknown_fields, default)]
+    struct Wanted {
+        name: Option<String>,
+    }
+
+    fn read(value: &Value) -> Result<Wanted, ApiError> {
+        typed(value.as_object().unwrap().clone())
+    }
+
+    #[test]
+    fn a_field_that_is_wrong_or_unknown_is_named() {
+        assert_eq!(read(&json!({})).unwrap(), Wanted::default());
+        assert_eq!(read(&json!({ "name": null })).unwrap(), Wanted::default());
+        for wrong in [json!({ "name": 7 }), json!({ "nmae": "x" })] {
+            let error = read(&wrong).unwrap_err();
+            let name = wrong.as_object().unwrap().keys().next().unwrap();
+            assert!(error.code == "invalid_field" && error.message.contains(name), "{error:?}");
+        }
+        assert!(read(&json!({ "x".repeat(9999): 1 })).unwrap_err().message.len() < 2000);
+    }
+}
