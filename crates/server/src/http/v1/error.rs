@@ -1,12 +1,14 @@
 //! Errors as HTTP means them.
 
 use axum::{
+    Json,
     http::StatusCode,
     response::{IntoResponse, Response},
 };
 use sandboxer_extensions::{ExtensionError, Kind};
 use sandboxer_protocol::client::ErrorCode;
 
+use super::refusals::ErrorBody;
 use crate::{manager::CreateError, workspaces::NativeError};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,6 +111,6 @@ impl ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        super::super::error(self.status, self.code, &self.message)
+        (self.status, Json(ErrorBody::new(self.code, &self.message))).into_response()
     }
 }
