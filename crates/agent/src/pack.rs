@@ -4,6 +4,8 @@
 //! change while it is read; a file that does all the same is an error. Entries come in the order of their names, so equal trees give equal
 //! archives. What is mounted in the directory is not gone into.
 
+mod spent;
+
 use std::{
     collections::HashMap,
     ffi::{CString, OsStr},
@@ -17,7 +19,7 @@ use std::{
 };
 
 use nix::{
-    dir::Dir,
+    dir::{Dir, Type},
     fcntl::{AtFlags, OFlag, openat, readlinkat},
     sys::stat::{FileStat, Mode, SFlag, fstat, fstatat},
 };
@@ -26,6 +28,7 @@ use sandboxer_layer::{
     write::{put_end, put_head, put_padding},
 };
 
+use self::spent::Spent;
 use crate::{guest::open_directory, xattr};
 
 /// Files from this size on are looked at for holes; gVisor does not tell where they are.
@@ -50,6 +53,7 @@ pub struct Packer {
     live: bool,
     /// It is no part of a sandbox: see [`Packer::from_outside`].
     outside: bool,
+    read: Spent,
 }
 
 /// A directory that is being gone through.
@@ -57,7 +61,15 @@ struct Level {
     dir: OwnedFd,
     path: Vec<u8>,
     /// The next one last.
-    names: Vec<CString>,
+    names: Vec<Name>,
+}
+
+/// By its name first: that is their order.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Name {
+    name: CString,
+    /// Its directory says that it is a file, so it can be opened without a look at it.
+    is_file: bool,
 }
 
 enum Doing {
@@ -110,6 +122,7 @@ impl Packer {
             device: None,
             live,
             outside: false,
+            read: Spent::default(),
         }
     }
 
@@ -198,23 +211,38 @@ impl Packer {
             self.doing = Doing::Done;
             return Ok(());
         };
-        let Some(name) = level.names.pop() else {
+        let Some(Name { name, is_file }) = level.names.pop() else {
             self.levels.pop();
             return Ok(());
         };
-        let about = match fstatat(&level.dir, &*name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-            // Removed since its directory was read.
-            Err(nix::Error::ENOENT) => return Ok(()),
-            about => about?,
-        };
-        let mut path = level.path.clone();
-        if !path.is_empty() {
+        let mut path = Vec::with_capacity(level.path.len() + 1 + name.to_bytes().len());
+        if !level.path.is_empty() {
+            path.extend_from_slice(&level.path);
             path.push(b'/');
         }
         path.extend_from_slice(name.to_bytes());
         // Only who owns a file may read it without leaving a trace.
         let without = if self.outside { OFlag::O_NOATIME } else { OFlag::empty() };
-        let open = |flags: OFlag| openat(&level.dir, &*name, flags.difference(without), Mode::empty());
+        let open = |more: OFlag| openat(&level.dir, &*name, FILE.difference(without) | more, Mode::empty());
+        if is_file {
+            // Should it have become something else meanwhile: nobody waits for the other end of a FIFO, and what is no file is looked at below.
+            match open(OFlag::O_NONBLOCK) {
+                Err(nix::Error::ENOENT) => return Ok(()),
+                Err(nix::Error::ELOOP | nix::Error::ENXIO) => {}
+                file => {
+                    let file = file?;
+                    let about = fstat(&file)?;
+                    if SFlag::from_bits_truncate(about.st_mode & SFlag::S_IFMT.bits()) == SFlag::S_IFREG {
+                        return self.file(file.into(), &path, &about);
+                    }
+                }
+            }
+        }
+        let about = match fstatat(&level.dir, &*name, AtFlags::AT_SYMLINK_NOFOLLOW) {
+            // Removed since its directory was read.
+            Err(nix::Error::ENOENT) => return Ok(()),
+            about => about?,
+        };
         let kind = match SFlag::from_bits_truncate(about.st_mode & SFlag::S_IFMT.bits()) {
             SFlag::S_IFDIR => {
                 return match open_directory(level.dir.as_fd(), OsStr::from_bytes(name.to_bytes())) {
@@ -223,7 +251,7 @@ impl Packer {
                 };
             }
             SFlag::S_IFREG => {
-                return match open(OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NOATIME) {
+                return match open(OFlag::empty()) {
                     Err(nix::Error::ENOENT) => Ok(()),
                     file => self.file(file?.into(), &path, &about),
                 };
@@ -256,15 +284,16 @@ impl Packer {
         if opaque {
             put_head(&mut self.out, &Entry { path: parsed, kind: Kind::Opaque, meta: Meta::default() }, None);
         }
-        let mut names: Vec<CString> = Vec::new();
+        let mut names: Vec<Name> = Vec::new();
         if !self.outside && self.device.is_some_and(|device| device != about.st_dev) {
             // Something else is mounted here.
             return Ok(());
         }
         for entry in Dir::from_fd(dir.try_clone()?)?.iter() {
-            let name = entry?.file_name().to_owned();
+            let entry = entry?;
+            let name = entry.file_name().to_owned();
             if !matches!(name.to_bytes(), b"." | b"..") {
-                names.push(name);
+                names.push(Name { name, is_file: entry.file_type() == Some(Type::File) });
             }
         }
         names.sort_unstable_by(|one, other| other.cmp(one));
@@ -286,9 +315,33 @@ impl Packer {
         let entry = Entry { path, kind: Kind::File { size }, meta: Meta { xattrs, ..meta(about, self.outside) } };
         if size >= HOLES_FROM_BYTES {
             self.doing = Doing::Scanning { file, entry: Box::new(entry), scan: Scan::default(), seen: seen(about) };
-        } else {
-            self.begin(file, &entry, None, seen(about));
+            return Ok(());
         }
+        put_head(&mut self.out, &entry, None);
+        self.small(file, &entry.path, size)
+    }
+
+    /// All of a file that is read at once. Most are, and each call into gVisor costs as much as some KiB.
+    fn small(&mut self, mut file: File, path: &EntryPath, size: u64) -> io::Result<()> {
+        let Some(wanted) = usize::try_from(size).ok().filter(|size| *size > 0) else { return Ok(()) };
+        let start = self.out.len();
+        // One byte more shows whether it has grown.
+        self.out.resize(start + wanted + 1, 0);
+        let mut filled = 0;
+        while filled < wanted {
+            match file.read(&mut self.out[start + filled..]) {
+                Ok(0) => return Err(changed(path, io::ErrorKind::UnexpectedEof.into())),
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(changed(path, error)),
+            }
+        }
+        if filled > wanted && !self.live {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{path}: it was changed while it was read")));
+        }
+        self.out.truncate(start + wanted);
+        put_padding(&mut self.out, size);
+        self.read.push(file.into());
         Ok(())
     }
 
@@ -344,6 +397,7 @@ impl Packer {
     }
 }
 
+const FILE: OFlag = OFlag::O_RDONLY.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_NOATIME);
 const DIRECTORY: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC).union(OFlag::O_NOATIME);
 
 fn parse(path: &[u8]) -> io::Result<EntryPath> {

@@ -19,7 +19,7 @@ use std::{
 use nix::{
     fcntl::{AtFlags, OFlag, openat, renameat},
     sys::{
-        stat::{FchmodatFlags, Mode, SFlag, UtimensatFlags, fchmod, fchmodat, futimens, mkdirat, mknodat, utimensat},
+        stat::{FchmodatFlags, Mode, SFlag, UtimensatFlags, fchmod, fchmodat, fstat, futimens, mkdirat, mknodat, utimensat},
         time::TimeSpec,
     },
     unistd::{LinkatFlags, UnlinkatFlags, fchown, fchownat, linkat, symlinkat, unlinkat},
@@ -69,7 +69,14 @@ impl Unpacker {
     /// # Errors
     /// One of them can't be opened.
     pub fn new(upper: &Path, lower: Option<&Path>, limits: Limits) -> io::Result<Self> {
-        let layer = Layer { place: Place::new(upper, lower)?, file: None, times: Vec::new(), in_use: false, disowned: false };
+        let layer = Layer {
+            place: Place::new(upper, lower)?,
+            file: None,
+            times: Vec::new(),
+            in_use: false,
+            disowned: false,
+            umask: Umask::default(),
+        };
         Ok(Self { decoder: Decoder::new(limits), layer })
     }
 
@@ -77,7 +84,7 @@ impl Unpacker {
     /// but what something else takes the place of.
     #[must_use]
     pub fn into_tree(dir: OwnedFd, limits: Limits) -> Self {
-        let layer = Layer { place: Place::of(dir), file: None, times: Vec::new(), in_use: true, disowned: false };
+        let layer = Layer { place: Place::of(dir), file: None, times: Vec::new(), in_use: true, disowned: false, umask: Umask::default() };
         Self { decoder: Decoder::new(limits), layer }
     }
 
@@ -124,6 +131,34 @@ struct Writing {
     written: u64,
     /// The name that it has until it is whole.
     temporary: Option<OsString>,
+    /// It was made with the mode that it is to have.
+    has_mode: bool,
+}
+
+/// What becomes of the mode that a new file is to have: by looking at the first ones, so that most need no call of their own for it.
+#[derive(Default)]
+struct Umask {
+    /// Bits that are known to be left alone.
+    kept: u32,
+    /// Bits that are known to be taken away.
+    taken: u32,
+}
+
+impl Umask {
+    /// Whether a new file may be made with this mode at once.
+    fn may_keep(&self, mode: u32) -> bool {
+        mode & 0o7000 == 0 && mode & self.taken == 0
+    }
+
+    /// Whether a file that was made with this mode has it.
+    fn has_kept(&mut self, file: &File, mode: u32) -> nix::Result<bool> {
+        if mode & !self.kept != 0 {
+            let found = fstat(file)?.st_mode & 0o777;
+            self.kept |= found & mode;
+            self.taken |= mode & !found;
+        }
+        Ok(mode & !self.kept == 0)
+    }
 }
 
 struct Layer {
@@ -135,6 +170,7 @@ struct Layer {
     in_use: bool,
     /// Whose things are is not taken over.
     disowned: bool,
+    umask: Umask,
 }
 
 impl Drop for Layer {
@@ -167,7 +203,7 @@ impl Sink for Layer {
                     return Err(Failure::Refused(format!("{path}: something else in the place of a directory")));
                 }
                 let (file, temporary) = create_beside(self.place.parent(&path)?).map_err(at_errno(&path))?;
-                self.file = Some(Writing { file, path, meta, size, written: 0, temporary: Some(temporary) });
+                self.file = Some(Writing { file, path, meta, size, written: 0, temporary: Some(temporary), has_mode: false });
                 return Ok(());
             }
         }
@@ -181,10 +217,10 @@ impl Sink for Layer {
         };
         let name = name.to_owned();
         if let Kind::File { size } = kind
-            && let Some(file) = self.create(&path, &name)?
+            && let Some((file, has_mode)) = self.create(&path, &name, &meta)?
         {
             // Nothing was there, as nearly always.
-            self.file = Some(Writing { file, path, meta, size, written: 0, temporary: None });
+            self.file = Some(Writing { file, path, meta, size, written: 0, temporary: None, has_mode });
             return Ok(());
         }
         let found = self.place.look(&path)?;
@@ -208,8 +244,8 @@ impl Sink for Layer {
         let parent = self.place.parent(&path)?;
         match kind {
             Kind::File { size } => {
-                let file = self.create(&path, &name)?.ok_or_else(|| at_errno(&path)(nix::Error::EEXIST))?;
-                self.file = Some(Writing { file, path, meta, size, written: 0, temporary: None });
+                let (file, has_mode) = self.create(&path, &name, &meta)?.ok_or_else(|| at_errno(&path)(nix::Error::EEXIST))?;
+                self.file = Some(Writing { file, path, meta, size, written: 0, temporary: None, has_mode });
                 return Ok(());
             }
             Kind::Directory => {
@@ -249,7 +285,7 @@ impl Sink for Layer {
     }
 
     fn end(&mut self) -> Result<(), Failure> {
-        let Some(Writing { file, path, meta, size, written, temporary }) = &self.file else { return Ok(()) };
+        let Some(Writing { file, path, meta, size, written, temporary, has_mode }) = &self.file else { return Ok(()) };
         if written < size {
             file.set_len(*size).map_err(at(path))?;
         }
@@ -257,7 +293,10 @@ impl Sink for Layer {
             // What root has just made is root's.
             own(file.as_fd(), path, meta)?;
         }
-        set(file.as_fd(), path, meta)?;
+        if !has_mode {
+            set_mode(file.as_fd(), path, meta)?;
+        }
+        set_xattrs(file.as_fd(), path, meta)?;
         let time = spec(meta.mtime);
         futimens(file, &time, &time).map_err(at_errno(path))?;
         if let (Some(temporary), Some((_, name))) = (temporary, path.split()) {
@@ -270,11 +309,18 @@ impl Sink for Layer {
 }
 
 impl Layer {
-    /// A new file; none if there is something of that name.
-    fn create(&mut self, path: &EntryPath, name: &OsStr) -> Result<Option<File>, Failure> {
+    /// A new file, and whether it has its mode already; none if there is something of that name.
+    fn create(&mut self, path: &EntryPath, name: &OsStr, meta: &Meta) -> Result<Option<(File, bool)>, Failure> {
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        match openat(self.place.parent(path)?, name, flags, Mode::S_IRUSR | Mode::S_IWUSR) {
-            Ok(file) => Ok(Some(file.into())),
+        // Nobody may see more of another's file than its owner allows, and it is that only when it is finished.
+        let at_once = (meta.uid, meta.gid) == (0, 0) && self.umask.may_keep(meta.mode);
+        let mode = if at_once { Mode::from_bits_truncate(meta.mode) } else { Mode::S_IRUSR | Mode::S_IWUSR };
+        match openat(self.place.parent(path)?, name, flags, mode) {
+            Ok(file) => {
+                let file = File::from(file);
+                let has_mode = at_once && self.umask.has_kept(&file, meta.mode).map_err(at_errno(path))?;
+                Ok(Some((file, has_mode)))
+            }
             Err(nix::Error::EEXIST) => Ok(None),
             Err(error) => Err(at_errno(path)(error)),
         }
@@ -286,7 +332,8 @@ impl Layer {
         if !disowned {
             own(dir, path, &meta)?;
         }
-        set(dir, path, &meta)?;
+        set_mode(dir, path, &meta)?;
+        set_xattrs(dir, path, &meta)?;
         self.times.push((path.clone(), meta.mtime));
         Ok(())
     }
@@ -318,8 +365,11 @@ fn own(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failur
     fchown(file, Some(meta.uid.into()), Some(meta.gid.into())).map_err(at_errno(path))
 }
 
-fn set(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
-    fchmod(file, Mode::from_bits_truncate(meta.mode)).map_err(at_errno(path))?;
+fn set_mode(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
+    fchmod(file, Mode::from_bits_truncate(meta.mode)).map_err(at_errno(path))
+}
+
+fn set_xattrs(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
     for Xattr { name, value } in meta.xattrs.iter().filter(|xattr| xattr::is_kept(&xattr.name)) {
         match xattr::set(file, name, value) {
             Err(error) if xattr::is_needed(name) => {

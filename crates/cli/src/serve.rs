@@ -74,7 +74,12 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
             tokio::task::spawn_blocking(move || say_pace(&volume, grace));
         }
     }
-    if let Some(filesystems) = &settings.filesystems {
+    if let Some(filesystems) = &mut settings.filesystems {
+        if let Some(templates) = &mut filesystems.templates {
+            templates.facts = Facts::here(&gvisor.features().version_text);
+        }
+        // An older gVisor loses the limit of processes when it restores, which a new sandbox has to have.
+        filesystems.templates.take_if(|_| !gvisor.features().in_sandbox_cgroup_v2);
         filesystems.place.check().await.map_err(anyhow::Error::msg).context("the volume of filesystem snapshots")?;
     }
     let images = Images::in_store(ImageStore::open(image_dir)?);

@@ -12,6 +12,9 @@ use crate::{
 /// Pax headers and GNU long names of one entry: paths of 4 KiB and some attributes.
 const MAX_EXTENSION_BYTES: u64 = 1 << 20;
 
+/// What may follow behind the end: programs fill up to some size of theirs.
+const MAX_BEHIND_BYTES: u64 = 1 << 20;
+
 /// What takes an archive in.
 pub trait Sink {
     type Error;
@@ -106,8 +109,10 @@ enum State {
     Skip {
         left: u64,
     },
-    /// Behind the end mark there may be anything.
-    End,
+    /// Behind the end mark there may be anything, but not much.
+    End {
+        behind: u64,
+    },
 }
 
 /// Reads one archive.
@@ -155,13 +160,19 @@ impl Decoder {
     /// # Errors
     /// It has not.
     pub fn finish<E>(self) -> Result<Summary, Fault<E>> {
-        if matches!(self.state, State::End) { Ok(self.summary) } else { Err(Fault::CutOff) }
+        if matches!(self.state, State::End { .. }) { Ok(self.summary) } else { Err(Fault::CutOff) }
     }
 
     /// Takes some bytes, and returns the others.
     fn step<'a, S: Sink>(&mut self, bytes: &'a [u8], sink: &mut S) -> Result<&'a [u8], Fault<S::Error>> {
         match &mut self.state {
-            State::End => Ok(&[]),
+            State::End { behind } => {
+                *behind = behind.saturating_add(bytes.len() as u64);
+                if *behind > MAX_BEHIND_BYTES {
+                    return Err(Fault::refused(b"the archive", "too much behind its end"));
+                }
+                Ok(&[])
+            }
             State::Skip { left } => {
                 let (taken, rest) = cut(bytes, *left);
                 *left -= taken.len() as u64;
@@ -213,7 +224,7 @@ impl Decoder {
 
     fn header<S: Sink>(&mut self, sink: &mut S) -> Result<(), Fault<S::Error>> {
         if self.block.iter().all(|byte| *byte == 0) {
-            self.state = State::End;
+            self.state = State::End { behind: 0 };
             return Ok(());
         }
         let name = text(&self.block[header::NAME]);
@@ -333,7 +344,9 @@ impl Decoder {
 
     /// A block of the map of a file with holes.
     fn mapped<S: Sink>(&mut self, sink: &mut S) -> Result<(), Fault<S::Error>> {
-        let State::Map { entry, mut reader, stored, .. } = std::mem::replace(&mut self.state, State::End) else { return Ok(()) };
+        let State::Map { entry, mut reader, stored, .. } = std::mem::replace(&mut self.state, State::End { behind: 0 }) else {
+            return Ok(());
+        };
         let Kind::File { size } = entry.kind else { return Ok(()) };
         let bad = |why: &str| Fault::refused(entry.path.as_bytes(), why);
         if !reader.push(&self.block, size).map_err(bad)? {

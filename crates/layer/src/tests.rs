@@ -252,3 +252,12 @@ fn extensions_without_end_are_refused() {
     let bytes = pax.repeat(100);
     assert!(read(&bytes, 4096, ROOM).unwrap_err().to_string().contains("too large"));
 }
+
+#[test]
+fn what_follows_behind_the_end_is_bounded() {
+    let mut whole = archive(&[file(b"one", b"content")]);
+    whole.resize(whole.len() + (1 << 20) - 1024, 7);
+    assert_eq!(read(&whole, 4096, ROOM).unwrap().0.entries.len(), 1, "as much as programs fill up with");
+    whole.resize(whole.len() + 1024, 0);
+    assert!(matches!(read(&whole, 4096, ROOM), Err(Fault::Refused { .. })));
+}

@@ -36,6 +36,7 @@ use tracing::{debug, warn};
 
 pub(crate) use self::catalogue::{About, Origin, SavedCheckpoint, SavedSnapshot};
 use self::catalogue::{Known, Saving};
+pub(crate) use self::collecting::tell as tell_collected;
 pub use self::facts::Facts;
 pub(crate) use self::family::{Branch, Family, Relative};
 pub(crate) use self::images::StoredImages;

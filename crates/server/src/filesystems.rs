@@ -4,6 +4,7 @@
 //! its name at last. What comes from the volume and from sandboxes is hostile: archives are gone through entry by entry before they are kept.
 
 mod catalogue;
+mod collecting;
 mod import;
 mod spool;
 
@@ -11,6 +12,7 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use sandboxer_layer::{Limits as ArchiveLimits, Summary};
@@ -33,6 +35,7 @@ use crate::{
     images::Images,
     limits::Limits,
     manager::CreateError,
+    templates::{TemplateSettings, Templates},
 };
 
 /// What an archive may have beyond the files' own bytes.
@@ -52,6 +55,10 @@ pub struct FilesystemSettings {
     pub key_file: Option<PathBuf>,
     /// What is kept on this machine's own disk.
     pub cache_bytes: u64,
+    /// None: each sandbox that is made from one is unpacked.
+    pub templates: Option<TemplateSettings>,
+    /// How often this instance removes from the volume what nobody needs; none: never.
+    pub collect_every: Option<Duration>,
 }
 
 /// Why something was not done. The sandbox goes on.
@@ -60,11 +67,15 @@ pub(crate) type Refusal = (ErrorCode, String);
 pub(crate) struct Filesystems {
     volume: Volume,
     saver: Saver,
+    place: Place,
+    key: Option<VolumeKey>,
+    collect_every: Option<Duration>,
     cache: Cache,
     images: StoredImages,
     /// Archives on their way to the volume.
     work: PathBuf,
     limits: ArchiveLimits,
+    pub(crate) templates: Option<Templates>,
 }
 
 /// What is to become a filesystem snapshot.
@@ -79,16 +90,25 @@ pub(crate) struct Order {
 }
 
 /// What a sandbox is made from.
+#[derive(Clone)]
 pub(crate) struct Template {
     manifest: Arc<Manifest>,
     pub(crate) image: Option<ImageDigest>,
 }
 
+impl Template {
+    /// Of this snapshot and no other: one that takes its place has another.
+    pub(crate) fn digest(&self) -> &[u8; 32] {
+        self.manifest.digest()
+    }
+}
+
 impl Filesystems {
     pub(crate) fn open(settings: FilesystemSettings, data_dir: &Path, largest: &Limits) -> io::Result<Self> {
-        let FilesystemSettings { place, key_file, cache_bytes } = settings;
+        let FilesystemSettings { place, key_file, cache_bytes, templates, collect_every } = settings;
         let mut volume = place.volume(FailPoints::from_env()?)?;
-        if let Some(key) = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)? {
+        let key = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)?;
+        if let Some(key) = key.clone() {
             volume = volume.with_key(key);
         }
         let work = data_dir.join("packing");
@@ -103,12 +123,16 @@ impl Filesystems {
             images: StoredImages::new(saver.clone(), loader, data_dir.join("filesystem-images")),
             volume,
             saver,
+            place,
+            key,
+            collect_every,
             work,
             limits: ArchiveLimits {
                 bytes: largest.disk_bytes().saturating_mul(HEADERS_FACTOR).saturating_add(ROOM_BYTES),
                 content: MAX_CONTENT_BYTES,
                 entries: largest.disk_inodes().saturating_mul(2),
             },
+            templates: templates.map(|settings| Templates::open(data_dir.join("templates"), settings)).transpose()?,
         })
     }
 
@@ -215,8 +239,13 @@ impl Filesystems {
         {
             files = self.cache.files(&Arc::new(newer), self.limits.bytes).await;
         }
-        let files = files.map_err(|error| unusable(&error.whole()))?;
-        Ok(Layer { path: files.dir().join(LAYER_FILE), _files: files })
+        Ok(Layer::of(files.map_err(|error| unusable(&error.whole()))?))
+    }
+
+    /// The archive of this very snapshot, or none.
+    pub(crate) async fn bring_this(&self, template: &Template) -> Result<Layer, CreateError> {
+        let files = self.cache.files(&template.manifest, self.limits.bytes).await;
+        Ok(Layer::of(files.map_err(|error| unusable(&error.whole()))?))
     }
 }
 
@@ -224,6 +253,12 @@ impl Filesystems {
 pub(crate) struct Layer {
     pub(crate) path: PathBuf,
     _files: FileSet,
+}
+
+impl Layer {
+    fn of(files: FileSet) -> Self {
+        Self { path: files.dir().join(LAYER_FILE), _files: files }
+    }
 }
 
 /// A name that somebody chose.

@@ -1,6 +1,7 @@
 //! All sandboxes of this server: making them, finding them, taking them up again, bringing them from the volume, ending them.
 
 mod arrive;
+mod copies;
 mod fork;
 mod go_back;
 mod leave;
@@ -240,11 +241,16 @@ impl Manager {
         }))
     }
 
-    /// Collects on the volume, if there is one, for as long as what this returns is kept.
-    pub(crate) fn collect(&self) -> Option<AbortOnDropHandle<()>> {
-        let checkpoints = self.checkpoints.clone()?;
-        let collecting = checkpoints.collect_again_and_again(self.settings.remember, Arc::clone(&self.metrics));
-        Some(AbortOnDropHandle::new(tokio::spawn(collecting)))
+    /// Collects on the volumes that there are, for as long as what this returns is kept.
+    pub(crate) fn collect(&self) -> Vec<AbortOnDropHandle<()>> {
+        let metrics = || Arc::clone(&self.metrics);
+        let place = self.settings.checkpoints.as_ref().map(|checkpoints| checkpoints.place.clone());
+        let checkpoints = self.checkpoints.clone();
+        let checkpoints =
+            checkpoints.map(|checkpoints| tokio::spawn(checkpoints.collect_again_and_again(self.settings.remember, metrics())));
+        let filesystems = self.filesystems.clone();
+        let filesystems = filesystems.map(|filesystems| tokio::spawn(filesystems.collect_again_and_again(place, metrics())));
+        checkpoints.into_iter().chain(filesystems).map(AbortOnDropHandle::new).collect()
     }
 
     pub(crate) fn settings(&self) -> &Settings {
@@ -322,9 +328,9 @@ impl Manager {
             standby: false,
         };
         let held = self.register(&mut record).await?;
-        let launch = self.launch(&record, resources);
+        let mut launch = self.launch(&record, resources);
         let begun = Instant::now();
-        match self.start_with_files(&launch, &record, template.as_ref()).await {
+        match self.start_with_files(&mut launch, &mut record, template.as_ref()).await {
             Ok(Opened { enforced, running }) => {
                 info!(ms = begun.elapsed().as_millis(), "started");
                 if let Some(name) = not_enforced(&asked, enforced) {

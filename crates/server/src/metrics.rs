@@ -27,6 +27,8 @@ pub(crate) struct Metrics {
     pub(crate) save_pause_seconds: Histogram,
     pub(crate) snapshots: Counter,
     pub(crate) filesystem_snapshots: Counter,
+    pub(crate) templates: Counter,
+    pub(crate) template_restores: Counter,
     pub(crate) rollbacks: Counter,
     pub(crate) forks: Counter,
     pub(crate) save_failures: Counter,
@@ -54,6 +56,8 @@ impl Metrics {
             save_pause_seconds: Histogram::new(buckets()),
             snapshots: Counter::default(),
             filesystem_snapshots: Counter::default(),
+            templates: Counter::default(),
+            template_restores: Counter::default(),
             rollbacks: Counter::default(),
             forks: Counter::default(),
             save_failures: Counter::default(),
@@ -83,6 +87,8 @@ impl Metrics {
         );
         registry.register("snapshots", "Snapshots made of running sandboxes", self.snapshots.clone());
         registry.register("filesystem_snapshots", "Filesystem snapshots made of running sandboxes", self.filesystem_snapshots.clone());
+        registry.register("templates", "Sandboxes saved as they were unpacked, for the next ones", self.templates.clone());
+        registry.register("template_restores", "Sandboxes restored from these instead of being unpacked", self.template_restores.clone());
         registry.register("rollbacks", "Sandboxes that went back to something saved", self.rollbacks.clone());
         registry.register("forks", "Sandboxes made from something saved", self.forks.clone());
         registry.register("save_failures", "Checkpoints that could not be made; the sandbox went on", self.save_failures.clone());

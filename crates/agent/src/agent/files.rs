@@ -57,6 +57,10 @@ pub(super) struct Packing {
     credit: u64,
     /// When something was last sent.
     moved: Instant,
+    /// How long it took to hold them.
+    hold: Duration,
+    /// How long reading took, without waiting for whoever takes it.
+    reading: Duration,
 }
 
 impl Agent {
@@ -69,7 +73,9 @@ impl Agent {
         self.reap();
         match begun {
             Ok((held, packer)) => {
-                let packing = Packing { sequence, packer, held, since, held_us: None, sent: 0, credit, moved: Instant::now() };
+                let now = Instant::now();
+                let (hold, reading) = (now.saturating_duration_since(since), Duration::ZERO);
+                let packing = Packing { sequence, packer, held, since, held_us: None, sent: 0, credit, moved: now, hold, reading };
                 self.files = Files::Packing(Box::new(packing));
             }
             Err(error) => self.files_failed(sequence, FilesFault::Failed, &error.to_string()),
@@ -103,7 +109,10 @@ impl Agent {
         }
         let wanted = usize::try_from(packing.credit - packing.sent).unwrap_or(usize::MAX).min(MAX_FILES_PIECE_BYTES);
         let sequence = packing.sequence;
-        let out = match packing.packer.fill(wanted) {
+        let begun = Instant::now();
+        let filled = packing.packer.fill(wanted);
+        packing.reading += begun.elapsed();
+        let out = match filled {
             Ok(out) => out,
             Err(error) => {
                 self.drop_files();
@@ -122,11 +131,11 @@ impl Agent {
         }
         // All was read: what is left to be sent nobody can change.
         packing.held.release();
-        let held_us = *packing.held_us.get_or_insert_with(|| u64::try_from(packing.since.elapsed().as_micros()).unwrap_or(u64::MAX));
+        let held_us = *packing.held_us.get_or_insert_with(|| micros(packing.since.elapsed()));
         if !left {
-            let bytes = packing.sent;
+            let (bytes, hold_us, read_us) = (packing.sent, micros(packing.hold), micros(packing.reading));
             self.drop_files();
-            self.link.say(&FromAgent::FilesPacked { sequence, bytes, held_us });
+            self.link.say(&FromAgent::FilesPacked { sequence, bytes, held_us, hold_us, read_us });
         }
         self.ask_init();
         true
@@ -220,4 +229,8 @@ impl Agent {
         };
         self.files_failed(sequence, reason, &failure.to_string());
     }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

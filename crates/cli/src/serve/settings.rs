@@ -12,7 +12,8 @@ use clap::ValueEnum;
 use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
 use sandboxer_server::{
-    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings,
+    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, Settings, TemplateSettings, Terms, Tls,
+    WorkspaceSettings,
 };
 use sandboxer_store::Place;
 
@@ -105,6 +106,9 @@ pub(crate) struct Args {
     /// What is kept of checkpoints, and of filesystem snapshots, on this machine's own disk, below --data-dir
     #[arg(long, env = "SANDBOXER_CACHE_MB", default_value_t = 4096, value_name = "MIB")]
     cache_mb: u64,
+    /// What is kept, below --data-dir too, of sandboxes as they are when a filesystem snapshot was unpacked, so that the next one from it is a restore; 0: nothing
+    #[arg(long, env = "SANDBOXER_TEMPLATE_CACHE_MB", default_value_t = 2048, value_name = "MIB")]
+    template_cache_mb: u64,
     /// Seconds after which an instance that gives no sign of life has lost its sandboxes to whoever asks for them. All instances of a
     /// volume need the same
     #[arg(long, env = "SANDBOXER_LEASE", default_value_t = 15.0, value_name = "SECONDS")]
@@ -234,6 +238,9 @@ impl Args {
             place,
             key_file: self.volume_key_file.clone(),
             cache_bytes: self.cache_mb.saturating_mul(1024 * 1024),
+            templates: (self.template_cache_mb > 0)
+                .then(|| TemplateSettings { max_bytes: self.template_cache_mb.saturating_mul(1024 * 1024), facts: Facts::default() }),
+            collect_every: collect_every.flatten(),
         });
         Ok(Checked { settings, image_dir, runsc })
     }

@@ -362,6 +362,12 @@ pub enum FromAgent {
         bytes: u64,
         /// How long the user's processes stood still, in microseconds.
         held_us: u64,
+        /// Of that, how long it took until all of them did.
+        #[serde(default)]
+        hold_us: u64,
+        /// And how long reading took; the rest was waiting for the server.
+        #[serde(default)]
+        read_us: u64,
     },
     FilesUnpacked {
         sequence: u64,

@@ -31,7 +31,8 @@ impl Checkpoints {
     }
 }
 
-fn tell(done: &Collected, metrics: &Metrics) {
+/// What came of it.
+pub(crate) fn tell(done: &Collected, metrics: &Metrics) {
     if done.left_to_another {
         debug!("another instance collects");
         return;

@@ -34,9 +34,10 @@ const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 const SEQUENCE: u64 = 1;
 
 /// What a sandbox is made from.
+#[derive(Clone)]
 pub(super) struct Template {
-    filesystems: Arc<Filesystems>,
-    found: filesystems::Template,
+    pub(super) filesystems: Arc<Filesystems>,
+    pub(super) found: filesystems::Template,
 }
 
 impl Manager {
@@ -61,15 +62,22 @@ impl Manager {
         self.images.find(wanted).await
     }
 
-    /// Starts a sandbox, with the files that it is to have.
+    /// Starts a sandbox, with the files that it is to have. One that is a copy of another has the marker of that one.
     pub(super) async fn start_with_files(
-        &self,
-        launch: &Launch,
-        record: &Record,
+        self: &Arc<Self>,
+        launch: &mut Launch,
+        record: &mut Record,
         template: Option<&Template>,
     ) -> Result<Opened, CreateError> {
         let not_started = |why: String| CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {why}"));
-        let Some(Template { filesystems, found }) = template else { return self.start(launch, record).await.map_err(not_started) };
+        let Some(template) = template else { return self.start(launch, record).await.map_err(not_started) };
+        let key = template.key(launch);
+        if let Some(key) = &key
+            && let Some(opened) = self.start_copy(template, key, launch, record).await
+        {
+            return Ok(opened);
+        }
+        let Template { filesystems, found } = template;
         // Until it has its files it is of no use to the next server, should this one die.
         let unfinished = Record { standby: true, ..record.clone() };
         // Both take a while, and neither needs the other.
@@ -79,12 +87,15 @@ impl Manager {
         unpack(&mut opened.running, &layer.path).await?;
         record.write(&launch.dir).map_err(|error| not_started(error.to_string()))?;
         info!(ms = begun.elapsed().as_millis(), "its files are there");
+        if let Some(key) = &key {
+            self.keep_template(template, key, launch, record);
+        }
         Ok(opened)
     }
 }
 
 /// Sends an archive to the agent, which unpacks it.
-async fn unpack(running: &mut Running, layer: &Path) -> Result<(), CreateError> {
+pub(super) async fn unpack(running: &mut Running, layer: &Path) -> Result<(), CreateError> {
     if !running.files {
         return Err(failed("its image has an agent that can't unpack it; prepare or import the image again"));
     }

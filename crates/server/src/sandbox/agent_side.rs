@@ -13,6 +13,7 @@ use super::{
     delivery::Delivery,
     driver::{Driver, END_EXPLAINED, Outcome},
     execution::State,
+    files::Packed,
 };
 
 const STDIN_FULL: &str = "The program has not read its input, and no more of it is held. Send it again later.";
@@ -105,7 +106,9 @@ impl Driver {
                 self.tell_error(ErrorCode::ProcessesLost, message);
             }
             FromAgent::Pong { value, alone } => self.on_agent_pong(value, alone),
-            FromAgent::FilesPacked { sequence, bytes, held_us } => self.on_files_end(sequence, Ok((bytes, held_us))),
+            FromAgent::FilesPacked { sequence, bytes, held_us, hold_us, read_us } => {
+                self.on_files_end(sequence, Ok(Packed { bytes, held_us, hold_us, read_us }));
+            }
             FromAgent::FilesFailed { sequence, message, .. } => self.on_files_end(sequence, Err(message)),
             FromAgent::FileOpened { sequence, about, start, length } => self.on_file_opened(sequence, about, start, length),
             FromAgent::FileDone { sequence, bytes, about } => self.on_file_done(sequence, bytes, about),

@@ -35,6 +35,14 @@ pub(super) struct Packing {
     done: BoxFuture<'static, Result<Manifest, Refusal>>,
 }
 
+/// What the agent says of an archive that it has sent.
+pub(super) struct Packed {
+    pub(super) bytes: u64,
+    pub(super) held_us: u64,
+    pub(super) hold_us: u64,
+    pub(super) read_us: u64,
+}
+
 pub(super) enum Progress {
     Ready,
     Taken(u64),
@@ -183,12 +191,12 @@ impl Driver {
     }
 
     /// The agent has sent all, or says why it could not.
-    pub(super) fn on_files_end(&mut self, sequence: u64, ended: Result<(u64, u64), String>) {
+    pub(super) fn on_files_end(&mut self, sequence: u64, ended: Result<Packed, String>) {
         let Some(packing) = self.packing.as_mut().filter(|packing| packing.sequence == sequence) else { return };
         let Some(pieces) = packing.pieces.take() else { return };
         let last = match ended {
-            Ok((bytes, held_us)) if bytes == packing.received => {
-                info!(bytes, held_ms = held_us / 1000, "the files were read");
+            Ok(Packed { bytes, held_us, hold_us, read_us }) if bytes == packing.received => {
+                info!(bytes, held_ms = held_us / 1000, hold_ms = hold_us / 1000, read_ms = read_us / 1000, "the files were read");
                 Piece::End
             }
             Ok(_) => Piece::Failed("the agent miscounted".to_owned()),

@@ -1,0 +1,165 @@
+//! Copies of a sandbox that was just unpacked: the second sandbox from a filesystem snapshot is a restore.
+//!
+//! ```text
+//!   the first one, unpacked ── in the background: another one, unpacked ── saved ── removed ── a template
+//!   the next ones ── a template? ── restored under their own names
+//!                        └── none, or it can't be restored: unpacked
+//! ```
+//!
+//! What is saved is never anybody's sandbox, and nothing has run in it. A copy is told its name as any new sandbox is, and is nobody's copy to its client.
+
+use std::{sync::Arc, time::Duration};
+
+use sandboxer_protocol::{
+    SandboxId,
+    agent::{FromAgent, FromAgentFrame, Marker, ToAgent},
+};
+use sandboxer_runtime::{AfterSave, Launch};
+use tokio::{
+    task::spawn_blocking,
+    time::{Instant, sleep, timeout},
+};
+use tracing::{Instrument as _, info, info_span, warn};
+
+use super::{
+    Manager, Opened, Running, converse, hash, new_token, prepare,
+    template::{Template, unpack},
+};
+use crate::{
+    sandbox::record::{Record, SandboxConfig},
+    templates::{Key, Work},
+};
+
+/// How long one that was unpacked may take to come to rest.
+const REST_WITHIN: Duration = Duration::from_secs(10);
+/// How long to wait before it is asked again.
+const ASK_AGAIN: Duration = Duration::from_millis(20);
+
+impl Template {
+    /// What a copy for this launch depends on; none: there are no copies.
+    pub(super) fn key(&self, launch: &Launch) -> Option<Key> {
+        self.filesystems.templates.as_ref()?.key(self.found.digest(), launch)
+    }
+}
+
+impl Manager {
+    /// Restores a copy, if there is something to copy. Whatever goes wrong, the sandbox can still be unpacked.
+    pub(super) async fn start_copy(&self, template: &Template, key: &Key, launch: &mut Launch, record: &mut Record) -> Option<Opened> {
+        let templates = template.filesystems.templates.clone()?;
+        let (looking, wanted) = (templates.clone(), key.clone());
+        let held = spawn_blocking(move || looking.find(&wanted)).await.ok()??;
+        let begun = Instant::now();
+        let own = std::mem::replace(&mut record.marker, held.marker);
+        launch.config.marker = held.marker.to_hex();
+        let restoring = async {
+            prepare(launch, record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
+            let instance = self.runtime.restore(launch, &held.dir()).await.map_err(|error| error.to_string())?;
+            converse(instance, &held.marker, self.settings.start_timeout).await
+        };
+        let restored = restoring.await;
+        match restored {
+            Ok(opened) => {
+                info!(ms = begun.elapsed().as_millis(), "restored as it is when it is unpacked");
+                self.metrics.template_restores.inc();
+                Some(opened)
+            }
+            Err(why) => {
+                warn!(why, "the template can't be restored, and is removed; the sandbox is unpacked");
+                self.discard(launch).await;
+                record.marker = own;
+                launch.config.marker = own.to_hex();
+                let _ = spawn_blocking(move || templates.discard(held)).await;
+                None
+            }
+        }
+    }
+
+    /// Makes a template in the background, unless there is one.
+    pub(super) fn keep_template(self: &Arc<Self>, template: &Template, key: &Key, like: &Launch, of: &Record) {
+        let Some(templates) = template.filesystems.templates.clone() else { return };
+        let Some(work) = templates.begin(key) else { return };
+        let (manager, template) = (Arc::clone(self), template.clone());
+        let record = Record {
+            id: SandboxId::random(),
+            token_sha256: hash(&new_token()),
+            marker: Marker::new(rand::random()),
+            owner: None,
+            config: SandboxConfig { limits: of.config.limits, ..SandboxConfig::default() },
+            epoch: None,
+            // Nobody ever hears of it: the next server removes it.
+            standby: true,
+            ..of.clone()
+        };
+        let launch = self.launch(&record, like.resources);
+        let span = info_span!(parent: None, "template", id = %record.id);
+        let mut stop = self.stop.subscribe();
+        let make = async move {
+            let making = async {
+                let _turn = templates.turn.acquire().await;
+                manager.make_template(&template, &launch, &record, work).await;
+            };
+            tokio::select! {
+                () = making => {}
+                () = async { drop(stop.wait_for(Option::is_some).await) } => {}
+            }
+            if launch.dir.exists() {
+                manager.discard(&launch).await;
+            }
+        };
+        self.drivers.spawn(make.instrument(span));
+    }
+
+    async fn make_template(&self, template: &Template, launch: &Launch, record: &Record, work: Work) {
+        if self.slots.available_permits() == 0 {
+            // Whoever wants a sandbox comes first; this one takes the place of nobody.
+            return;
+        }
+        let begun = Instant::now();
+        if let Err(why) = self.save_unpacked(template, launch, record, &work).await {
+            warn!(why, "no template could be made; sandboxes from this snapshot are unpacked");
+            return work.give_up();
+        }
+        let marker = record.marker;
+        match spawn_blocking(move || work.finish(marker)).await {
+            Ok(Ok(true)) => {
+                info!(ms = begun.elapsed().as_millis(), "the next sandbox from this snapshot is a restore");
+                self.metrics.templates.inc();
+            }
+            Ok(Ok(false)) => info!("the template is larger than the cache may be; sandboxes from this snapshot are unpacked"),
+            Ok(Err(error)) => warn!(%error, "the template could not be kept"),
+            Err(_) => {}
+        }
+    }
+
+    /// A sandbox of its own is unpacked, and saved as it is then.
+    async fn save_unpacked(&self, template: &Template, launch: &Launch, record: &Record, work: &Work) -> Result<(), String> {
+        let Template { filesystems, found } = template;
+        let layer = filesystems.bring_this(found).await.map_err(|error| error.message)?;
+        let mut opened = self.start(launch, record).await?;
+        unpack(&mut opened.running, &layer.path).await.map_err(|error| error.message)?;
+        match timeout(REST_WITHIN, rest(&mut opened.running)).await {
+            Ok(rested) => rested?,
+            Err(_) => return Err("it does not come to rest".to_owned()),
+        }
+        self.runtime.checkpoint(launch.id, &launch.dir, work.dir(), AfterSave::GoOn).await.map_err(|error| error.to_string())
+    }
+}
+
+/// Until the agent has read all that was written to it, and what programs need is there. Unread input would be saved, and read by each copy.
+async fn rest(running: &mut Running) -> Result<(), String> {
+    for value in 1.. {
+        running.writer.send(&ToAgent::Ping { value }).await.map_err(|error| error.to_string())?;
+        let alone = loop {
+            match running.reader.recv().await.map_err(|error| error.to_string())? {
+                FromAgentFrame::Control(FromAgent::Pong { value: said, alone }) if said == value => break alone,
+                _ => {}
+            }
+        };
+        if alone {
+            break;
+        }
+        // It does not say when the guest's init is ready.
+        sleep(ASK_AGAIN).await;
+    }
+    Ok(())
+}
