@@ -21,6 +21,7 @@ mod kept;
 mod output;
 mod placement;
 mod points;
+mod pool;
 mod raw;
 mod runsc;
 mod server;
