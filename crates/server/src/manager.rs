@@ -340,7 +340,7 @@ impl Manager {
             let begun = Instant::now();
             let from_pool = waited.is_some();
             let started = match waited {
-                Some(waited) => waited.become_(&record, &launch.dir),
+                Some(waited) => waited.hand_out(&record, &launch.dir),
                 None => self.start_with_files(&launch, &record, template.as_ref()).await,
             };
             match started {

@@ -75,7 +75,7 @@ pub(super) struct Waiting {
 
 impl Waiting {
     /// It is what the record says from now on, also to the next server.
-    pub(super) fn become_(self, record: &Record, dir: &Path) -> Result<Opened, CreateError> {
+    pub(super) fn hand_out(self, record: &Record, dir: &Path) -> Result<Opened, CreateError> {
         let written = record.write(dir).map_err(|error| {
             CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {}: {error}", dir.display()))
         });
@@ -399,7 +399,8 @@ impl Manager {
                             }
                             None => self.put(&class, waiting),
                         }
-                        return self.filled(begun);
+                        debug!(ms = begun.elapsed().as_millis(), "one more waits");
+                        return Ok(());
                     }
                     Ok(None) => Ok(()),
                     Err(why) => Err(why),
@@ -421,14 +422,9 @@ impl Manager {
                     Ok(Some(instance)) => {
                         self.watch_end(instance.ended.clone());
                         let container = Container { id: record.id, instance, launch: launch.clone() };
-                        let mut stock = self.pool.lock();
-                        if stock.closed {
-                            drop(stock);
-                            self.give_up(container.launch);
-                        } else {
-                            stock.containers.put(&image, container, Instant::now());
-                        }
-                        return self.filled(begun);
+                        self.put_container(&image, container);
+                        debug!(ms = begun.elapsed().as_millis(), "one more waits");
+                        return Ok(());
                     }
                     Ok(None) => Ok(()),
                     Err(why) => Err(why),
@@ -437,12 +433,6 @@ impl Manager {
         };
         self.discard(&launch).await;
         done
-    }
-
-    fn filled(&self, begun: Instant) -> Result<(), String> {
-        debug!(ms = begun.elapsed().as_millis(), "one more waits");
-        self.note_pool();
-        Ok(())
     }
 
     fn plan_waiting(&self, class: &Class) -> Result<(Record, Launch), String> {
@@ -486,6 +476,17 @@ impl Manager {
             return self.give_up(waiting.launch);
         }
         stock.sandboxes.put(class, waiting, Instant::now());
+        drop(stock);
+        self.note_pool();
+    }
+
+    fn put_container(self: &Arc<Self>, image: &Path, container: Container) {
+        let mut stock = self.pool.lock();
+        if stock.closed {
+            drop(stock);
+            return self.give_up(container.launch);
+        }
+        stock.containers.put(&image.to_owned(), container, Instant::now());
         drop(stock);
         self.note_pool();
     }
