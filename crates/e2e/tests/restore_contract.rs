@@ -27,7 +27,8 @@ async fn expect_refused(volume: &Volume, server: &Server, id: &str, words: &[&st
 #[tokio::test]
 async fn a_restore_that_runsc_fails_is_tried_once_more_and_its_boot_log_is_kept() {
     let (volume, runsc) = (Volume::default(), Runsc::default());
-    let server = runsc.on(volume.options()).start();
+    // Into a container that waits it is not the command that restores.
+    let server = runsc.on(volume.options()).arg("--restore-pool").arg("0").start();
     let mut ws = Ws::create_kept(&server).await;
     let _ = ws.bash("echo kept > f").await.ok();
     let id = ws.checkpoint().await;
