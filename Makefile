@@ -28,11 +28,11 @@ sim: setup
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --seeds $(SEEDS)
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --collection --seeds $(SEEDS)
 
-# BENCH_ARGS: --rounds N, --check (exit code 1 if a bar is missed), --json FILE; see docs/benchmarks.
+# BENCH_ARGS: --rounds N, --check (exit code 1 if a bar is missed), --growth, --json FILE; see docs/benchmarks.
 bench: export SANDBOXER_IMAGE_DIR ?= $(CURDIR)/target/images
 bench: build
 	@scripts/setup --bench
-	$(CARGO) run --release -p sandboxer-bench -- $(BENCH_ARGS)
+	$(CARGO) run --release -p sandboxer-bench -- --publish docs/benchmarks $(BENCH_ARGS)
 
 fmt:
 	$(CARGO) fmt --all

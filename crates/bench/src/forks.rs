@@ -12,7 +12,7 @@ use crate::{
     client::Client,
     raw::{Raw, ms_since},
     samples::{Column, Row, Samples},
-    server::Server,
+    server::{Server, Waits},
 };
 
 pub(crate) const AT_ONCE: usize = 8;
@@ -22,7 +22,7 @@ pub(crate) async fn measure(server: &Server, client: &mut Client, raw: &mut Raw,
     let id = client.sandbox_id.clone();
     let (image, marker): (_, Marker) = (server.image_of(&id)?, server.marker_of(&id)?);
     let files = work.join("raw-fork");
-    raw.checkpoint(server.runsc_state(), &id, &files).await.context("raw checkpoint")?;
+    raw.checkpoint(server.runsc_state(), &server.container_of(&id)?, &files).await.context("raw checkpoint")?;
     let (sandboxes, restores) = raw.restore_many(&image, &marker, &files, AT_ONCE).await.context("raw restores at once")?;
     for sandbox in sandboxes {
         raw.remove(sandbox).await?;
@@ -31,6 +31,7 @@ pub(crate) async fn measure(server: &Server, client: &mut Client, raw: &mut Raw,
     samples.add(Row::Forks, Column::Raw, restores);
 
     let snapshot = client.snapshot().await.context("snapshot")?;
+    server.one_waits(Waits::Container).await?;
     let api = Api::new(&format!("http://{}", server.address), &Connection::default())?;
     let begun = Instant::now();
     let made = api.request("POST", &format!("/v1/snapshots/{snapshot}/restore"), Some(&json!({ "count": AT_ONCE }))).await?;

@@ -13,8 +13,10 @@
 
 mod autosaves;
 mod bare;
+mod chart;
 mod client;
 mod forks;
+mod growth;
 mod leftovers;
 mod machine;
 mod memory;
@@ -66,6 +68,12 @@ struct Args {
     /// Measure these parts alone
     #[arg(long, value_name = "PART", value_delimiter = ',', default_value = "latency,stdout,saves,memory")]
     only: Vec<Part>,
+    /// Where to write the table and a chart of it
+    #[arg(long, value_name = "DIR")]
+    publish: Option<PathBuf>,
+    /// Measure how cost grows too, which takes long: with live sandboxes, sizes of checkpoints, forks and clients at once
+    #[arg(long)]
+    growth: bool,
     /// The server's binary; without it, the one beside this one
     #[arg(long, env = "SANDBOXER_BIN", value_name = "FILE")]
     server: Option<PathBuf>,
@@ -139,6 +147,7 @@ async fn run(args: &Args, home: &Path) -> Result<bool> {
         eprintln!("sandboxer-bench: memory of {} idle sandboxes of each kind", args.idle_sandboxes);
         bench.memory(args.idle_sandboxes).await?;
     }
+    let growth = if args.growth { Some(grow(args, &beside, &runsc, home).await.context("growth")?) } else { None };
     let machine = Machine {
         cpus: machine::cpus(),
         kernel: machine::kernel(),
@@ -153,8 +162,21 @@ async fn run(args: &Args, home: &Path) -> Result<bool> {
         eprintln!("sandboxer-bench: while ending: {error:#}");
     }
     let bars = report::bars(&samples, &args.only);
-    print!("{}", report::table(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS));
-    let json = report::json(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS, package_error.as_deref());
+    let table = report::table(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS);
+    print!("{table}");
+    let grown = growth.as_deref().map(growth::table);
+    if let Some(grown) = &grown {
+        print!("\n{grown}");
+    }
+    if let Some(directory) = &args.publish {
+        let about = format!("{} rounds on {} CPUs, Linux {}, runsc {}", args.rounds, machine.cpus, machine.kernel, machine.runsc);
+        for (name, text) in [("latest.svg", chart::svg(&samples, &about)), ("latest.md", chart::page(&table, grown.as_deref()))] {
+            let path = directory.join(name);
+            fs::write(&path, text).with_context(|| path.display().to_string())?;
+        }
+    }
+    let mut json = report::json(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS, package_error.as_deref());
+    json["growth"] = serde_json::to_value(&growth)?;
     let json = serde_json::to_vec_pretty(&json)?;
     let latest = beside.parent().unwrap_or(&beside).join("bench/latest.json");
     for path in [Some(&latest), args.json.as_ref()].into_iter().flatten() {
@@ -167,13 +189,30 @@ async fn run(args: &Args, home: &Path) -> Result<bool> {
     Ok(bars.iter().all(|bar| bar.met))
 }
 
-async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<Bench> {
-    let [server_home, raw_home, bare_home, package_home] = ["server", "raw", "bare", "package"].map(|name| home.join(name));
-    for directory in [&server_home, &raw_home, &bare_home, &package_home] {
+/// How cost grows, on servers that do nothing else.
+async fn grow(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<Vec<growth::Step>> {
+    let [plain, kept, volume] = ["plain", "kept", "kept-volume"].map(|name| home.join(name));
+    for directory in [&plain, &kept, &volume] {
         fs::create_dir(directory)?;
     }
     let binary = args.server.clone().unwrap_or_else(|| beside.join("sandboxer"));
-    let server = Server::start(&binary, runsc, args.image_dir.as_deref(), &server_home, None).await?;
+    let plain = Server::start(&binary, runsc, args.image_dir.as_deref(), &plain, None, None).await?;
+    let kept = Server::start(&binary, runsc, args.image_dir.as_deref(), &kept, Some(&volume), None).await?;
+    let steps = growth::measure(&plain, &kept, growth::largest_mib(home)).await;
+    plain.end().await?;
+    kept.end().await?;
+    steps
+}
+
+async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<Bench> {
+    let [server_home, ready_home, raw_home, bare_home, package_home] =
+        ["server", "ready", "raw", "bare", "package"].map(|name| home.join(name));
+    for directory in [&server_home, &ready_home, &raw_home, &bare_home, &package_home] {
+        fs::create_dir(directory)?;
+    }
+    let binary = args.server.clone().unwrap_or_else(|| beside.join("sandboxer"));
+    let server = Server::start(&binary, runsc, args.image_dir.as_deref(), &server_home, None, Some(0)).await?;
+    let ready = Server::start(&binary, runsc, args.image_dir.as_deref(), &ready_home, None, None).await?;
     let (client, _) = Client::create(server.address).await.context("the first sandbox of the server")?;
     let image = server.image_of(&client.sandbox_id)?;
     let mut raw = Raw::open(runsc.to_owned(), &raw_home, image.clone()).await?;
@@ -194,6 +233,7 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
         raw_sandbox,
         bare,
         server,
+        ready,
         client,
         package,
         package_home,
@@ -212,8 +252,8 @@ async fn start_saves(args: &Args, binary: &Path, runsc: &Path, home: &Path) -> R
         fs::create_dir(directory)?;
     }
     Ok(Saves {
-        one: Server::start(binary, runsc, args.image_dir.as_deref(), &one, Some(&volume)).await?,
-        other: Server::start(binary, runsc, args.image_dir.as_deref(), &other, Some(&volume)).await?,
+        one: Server::start(binary, runsc, args.image_dir.as_deref(), &one, Some(&volume), None).await?,
+        other: Server::start(binary, runsc, args.image_dir.as_deref(), &other, Some(&volume), None).await?,
         volume,
         work,
     })

@@ -11,11 +11,12 @@ use crate::{
     samples::{Column, Row, Samples, percentile},
 };
 
-/// A promise of ours as a ratio of two medians of one run.
+/// A promise of ours about the medians of one run.
 #[derive(Debug, Serialize)]
 pub(crate) struct Bar {
     pub(crate) name: &'static str,
-    pub(crate) ratio: f64,
+    /// A ratio of two medians, or their difference, or one of them alone: as the name says.
+    pub(crate) value: f64,
     /// The median of the rounds' own ratios: what came side by side in time. To judge the other one by, not a bar.
     pub(crate) paired: Option<f64>,
     pub(crate) at_most: Option<f64>,
@@ -32,8 +33,18 @@ struct Definition {
     part: Part,
     name: &'static str,
     of: (Row, Column),
-    to: (Row, Column),
+    to: Measure,
     bound: Bound,
+}
+
+/// What a median is held against.
+enum Measure {
+    /// It is divided by this one.
+    Times(Row, Column),
+    /// This one is taken from it.
+    Over(Row, Column),
+    /// It counts as it is.
+    Itself,
 }
 
 /// Of runsc's own checkpoint, one sync of its bytes, and hashing and compressing them on all cores.
@@ -41,90 +52,168 @@ pub(crate) const CHECKPOINT_AT_MOST: f64 = 1.3;
 /// Of runsc's own restore, and decompressing and hashing on all cores.
 pub(crate) const UNCACHED_AT_MOST: f64 = 1.3;
 
-const BARS: [Definition; 12] = [
+/// Of a create for which a sandbox waits, in milliseconds, and of its first output when the request came first.
+const READY_MS: f64 = 10.0;
+const FIRST_OUTPUT_MS: f64 = 20.0;
+/// To the first byte of a program, in milliseconds.
+const FIRST_BYTE_MS: f64 = 3.0;
+/// Of an idle sandbox over one of runsc alone, in MiB.
+const IDLE_MIB: f64 = 2.0;
+
+const BARS: [Definition; 22] = [
     Definition {
         part: Part::Latency,
         name: "cold create : raw `runsc run` until the agent answers",
         of: (Row::Create, Column::Server),
-        to: (Row::Create, Column::Raw),
+        to: Measure::Times(Row::Create, Column::Raw),
         bound: Bound::AtMost(1.25),
     },
     Definition {
         part: Part::Latency,
         name: "bash echo, request to DONE : a bare spawn as the agent measures it",
         of: (Row::EchoDone, Column::Server),
-        to: (Row::EchoAgent, Column::Server),
+        to: Measure::Times(Row::EchoAgent, Column::Server),
         bound: Bound::AtMost(1.3),
     },
     Definition {
         part: Part::Stdout,
         name: "stdout by 64 KiB writes : what the FIFO carries",
         of: (Row::StdoutLarge, Column::Server),
-        to: (Row::StdoutLarge, Column::Fifo),
+        to: Measure::Times(Row::StdoutLarge, Column::Fifo),
         bound: Bound::AtLeast(0.6),
     },
     Definition {
         part: Part::Stdout,
         name: "stdout by 4 KiB writes : what the FIFO carries",
         of: (Row::StdoutSmall, Column::Server),
-        to: (Row::StdoutSmall, Column::Fifo),
+        to: Measure::Times(Row::StdoutSmall, Column::Fifo),
         bound: Bound::AtLeast(0.6),
     },
     Definition {
         part: Part::Saves,
         name: "checkpoint until durable : runsc checkpoint + sync + BLAKE3 and zstd -1 of the same bytes",
         of: (Row::Checkpoint, Column::Server),
-        to: (Row::Checkpoint, Column::Raw),
+        to: Measure::Times(Row::Checkpoint, Column::Raw),
         bound: Bound::AtMost(CHECKPOINT_AT_MOST),
     },
     Definition {
         part: Part::Saves,
         name: "MiB written by the next checkpoint : one contiguous MiB that changed",
         of: (Row::SecondWrites, Column::Server),
-        to: (Row::SecondWrites, Column::Raw),
+        to: Measure::Times(Row::SecondWrites, Column::Raw),
         bound: Bound::AtMost(5.0),
     },
     Definition {
         part: Part::Saves,
-        name: "restore, data in the cache : raw `runsc restore`",
+        name: "attach with restore, data in the cache, a container waiting : raw `runsc restore`",
         of: (Row::RestoreCached, Column::Server),
-        to: (Row::RestoreCached, Column::Raw),
-        bound: Bound::AtMost(1.15),
+        to: Measure::Times(Row::RestoreCached, Column::Raw),
+        bound: Bound::AtMost(0.7),
     },
     Definition {
         part: Part::Saves,
         name: "restore, data on the volume : raw `runsc restore` + zstd back and BLAKE3",
         of: (Row::RestoreUncached, Column::Server),
-        to: (Row::RestoreUncached, Column::Raw),
+        to: Measure::Times(Row::RestoreUncached, Column::Raw),
         bound: Bound::AtMost(UNCACHED_AT_MOST),
     },
     Definition {
         part: Part::Saves,
         name: "handoff : the bars of a checkpoint and of a restore from the volume",
         of: (Row::Handoff, Column::Server),
-        to: (Row::Handoff, Column::Raw),
+        to: Measure::Times(Row::Handoff, Column::Raw),
         bound: Bound::AtMost(1.3),
     },
     Definition {
         part: Part::Saves,
         name: "8 forks at once : 8 raw `runsc restore` at once",
         of: (Row::Forks, Column::Server),
-        to: (Row::Forks, Column::Raw),
+        to: Measure::Times(Row::Forks, Column::Raw),
         bound: Bound::AtMost(1.15),
     },
     Definition {
         part: Part::Saves,
         name: "autosave, the longest pause that a program sees : that of `runsc checkpoint -leave-running`",
         of: (Row::AutosavePause, Column::Server),
-        to: (Row::AutosavePause, Column::Raw),
+        to: Measure::Times(Row::AutosavePause, Column::Raw),
         bound: Bound::AtMost(1.3),
     },
     Definition {
         part: Part::Saves,
         name: "MiB written by each autosave : one contiguous MiB that changed",
         of: (Row::AutosaveWrites, Column::Server),
-        to: (Row::AutosaveWrites, Column::Raw),
+        to: Measure::Times(Row::AutosaveWrites, Column::Raw),
         bound: Bound::AtMost(10.0),
+    },
+    Definition {
+        part: Part::Latency,
+        name: "create to RUNNING, configuration sent first, one waiting, in ms",
+        of: (Row::CreateReady, Column::Server),
+        to: Measure::Itself,
+        bound: Bound::AtMost(READY_MS),
+    },
+    Definition {
+        part: Part::Latency,
+        name: "create to first bash output, the request being the first message, one waiting, in ms",
+        of: (Row::CreateToOutput, Column::Server),
+        to: Measure::Itself,
+        bound: Bound::AtMost(FIRST_OUTPUT_MS),
+    },
+    Definition {
+        part: Part::Latency,
+        name: "bash echo, first byte, in ms",
+        of: (Row::EchoFirst, Column::Server),
+        to: Measure::Itself,
+        bound: Bound::AtMost(FIRST_BYTE_MS),
+    },
+    Definition {
+        part: Part::Latency,
+        name: "bash echo to its end, PyPI gvisor : this server",
+        of: (Row::EchoDone, Column::Package),
+        to: Measure::Times(Row::EchoDone, Column::Server),
+        bound: Bound::AtLeast(6.0),
+    },
+    Definition {
+        part: Part::Latency,
+        name: "Python print, first byte, in ms",
+        of: (Row::PrintFirst, Column::Server),
+        to: Measure::Itself,
+        bound: Bound::AtMost(FIRST_BYTE_MS),
+    },
+    Definition {
+        part: Part::Latency,
+        name: "Python print to its end, PyPI gvisor : this server",
+        of: (Row::PrintDone, Column::Package),
+        to: Measure::Times(Row::PrintDone, Column::Server),
+        bound: Bound::AtLeast(2.5),
+    },
+    Definition {
+        part: Part::Latency,
+        name: "Python with four imports to its end, PyPI gvisor : this server",
+        of: (Row::ImportsDone, Column::Package),
+        to: Measure::Times(Row::ImportsDone, Column::Server),
+        bound: Bound::AtLeast(7.0),
+    },
+    Definition {
+        part: Part::Stdout,
+        name: "stdout by 64 KiB writes : PyPI gvisor",
+        of: (Row::StdoutLarge, Column::Server),
+        to: Measure::Times(Row::StdoutLarge, Column::Package),
+        bound: Bound::AtLeast(5.0),
+    },
+    Definition {
+        part: Part::Stdout,
+        name: "stdout by 4 KiB writes : PyPI gvisor",
+        of: (Row::StdoutSmall, Column::Server),
+        to: Measure::Times(Row::StdoutSmall, Column::Package),
+        bound: Bound::AtLeast(5.0),
+    },
+    Definition {
+        part: Part::Memory,
+        name: "memory of an idle sandbox over raw runsc, in MiB",
+        of: (Row::Memory, Column::Server),
+        to: Measure::Over(Row::Memory, Column::Raw),
+        bound: Bound::AtMost(IDLE_MIB),
     },
 ];
 
@@ -133,15 +222,23 @@ pub(crate) fn bars(samples: &Samples, parts: &[Part]) -> Vec<Bar> {
     BARS.iter()
         .filter(|bar| parts.contains(&bar.part))
         .map(|Definition { name, of, to, bound, .. }| {
-            let median = |(row, column): (Row, Column)| samples.summary(row, column).map(|summary| summary.p50);
-            let ratio = median(*of).zip(median(*to)).map_or(f64::NAN, |(of, to)| of / to);
-            let pairs = samples.get(of.0, of.1).iter().zip(samples.get(to.0, to.1));
-            let paired = percentile(&pairs.map(|(of, to)| of / to).collect::<Vec<_>>(), 50.0);
-            let (at_most, at_least, met) = match *bound {
-                Bound::AtMost(most) => (Some(most), None, ratio <= most),
-                Bound::AtLeast(least) => (None, Some(least), ratio >= least),
+            let median = |row, column| samples.summary(row, column).map(|summary| summary.p50);
+            let held = median(of.0, of.1);
+            let (value, pair) = match *to {
+                Measure::Times(row, column) => (held.zip(median(row, column)).map(|(of, to)| of / to), Some((row, column))),
+                Measure::Over(row, column) => (held.zip(median(row, column)).map(|(of, to)| of - to), None),
+                Measure::Itself => (held, None),
             };
-            Bar { name, ratio, paired, at_most, at_least, met }
+            let value = value.unwrap_or(f64::NAN);
+            let paired = pair.and_then(|(row, column)| {
+                let pairs = samples.get(of.0, of.1).iter().zip(samples.get(row, column));
+                percentile(&pairs.map(|(of, to)| of / to).collect::<Vec<_>>(), 50.0)
+            });
+            let (at_most, at_least, met) = match *bound {
+                Bound::AtMost(most) => (Some(most), None, value <= most),
+                Bound::AtLeast(least) => (None, Some(least), value >= least),
+            };
+            Bar { name, value, paired, at_most, at_least, met }
         })
         .collect()
 }
@@ -171,7 +268,7 @@ pub(crate) fn table(samples: &Samples, bars: &[Bar], machine: &Machine, rounds: 
             (None, None) => String::new(),
         };
         let paired = bar.paired.map_or_else(String::new, |paired| format!(", side by side {paired:.2}"));
-        line(format!("{verdict} {:.2} ({bound}{paired})  {}", bar.ratio, bar.name));
+        line(format!("{verdict} {:.2} ({bound}{paired})  {}", bar.value, bar.name));
     }
     line(String::new());
     line(format!(
@@ -234,7 +331,7 @@ mod tests {
             samples.add(Row::Create, Column::Raw, raw);
         }
         let bars = bars(&samples, &Part::ALL);
-        assert!(bars[0].met && (bars[0].ratio - 1.2).abs() < 1e-9, "{:?}", bars[0]);
+        assert!(bars[0].met && (bars[0].value - 1.2).abs() < 1e-9, "{:?}", bars[0]);
         assert!(bars[1..].iter().all(|bar| !bar.met));
     }
 

@@ -15,7 +15,7 @@ use crate::{
     raw::{Raw, RawSandbox},
     samples::{Column, Row, Samples},
     saves::Saves,
-    server::Server,
+    server::{Server, Waits},
     timing::Timing,
 };
 
@@ -32,6 +32,7 @@ const IMPORTS: Rows = Rows { first: Some(Row::ImportsFirst), done: Row::ImportsD
 
 /// Short ones are run more often in a round.
 const ECHOES: usize = 4;
+const READY: usize = 3;
 const PRINTS: usize = 2;
 
 const LARGE_WRITE: usize = 64 * 1024;
@@ -44,6 +45,8 @@ pub(crate) struct Bench {
     pub(crate) raw_sandbox: RawSandbox,
     pub(crate) bare: Bare,
     pub(crate) server: Server,
+    /// One that has sandboxes waiting; the other one has none.
+    pub(crate) ready: Server,
     pub(crate) client: Client,
     /// None: not there, or it has failed.
     pub(crate) package: Option<Package>,
@@ -77,6 +80,7 @@ impl Bench {
         for column in turned(round) {
             self.create(column).await.with_context(|| format!("create: {}", column.title()))?;
         }
+        self.create_ready().await.context("create with one waiting")?;
         self.create_to_output(&programs::echo()).await.context("create to first output")?;
         for repeat in 0..ECHOES {
             self.program(round + repeat, &programs::echo(), &ECHO).await?;
@@ -124,8 +128,19 @@ impl Bench {
         Ok(())
     }
 
+    async fn create_ready(&mut self) -> Result<()> {
+        for _ in 0..READY {
+            self.ready.one_waits(Waits::Sandbox).await?;
+            let (client, ms) = Client::create(self.ready.address).await?;
+            client.kill().await?;
+            self.samples.add(Row::CreateReady, Column::Server, ms);
+        }
+        Ok(())
+    }
+
     async fn create_to_output(&mut self, program: &Program) -> Result<()> {
-        let (client, ms) = Client::create_to_output(self.server.address, program).await?;
+        self.ready.one_waits(Waits::Sandbox).await?;
+        let (client, ms) = Client::create_to_output(self.ready.address, program).await?;
         client.kill().await?;
         self.samples.add(Row::CreateToOutput, Column::Server, ms);
         if let Some(package) = &mut self.package {
@@ -236,6 +251,7 @@ impl Bench {
         self.bare.remove().await?;
         self.raw.remove(self.raw_sandbox).await?;
         self.server.end().await?;
+        self.ready.end().await?;
         if let Some(saves) = self.saves {
             saves.end().await?;
         }

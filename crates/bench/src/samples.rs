@@ -9,6 +9,7 @@ use serde::Serialize;
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Row {
     Create,
+    CreateReady,
     CreateToOutput,
     EchoFirst,
     EchoDone,
@@ -36,8 +37,9 @@ pub(crate) enum Row {
 }
 
 impl Row {
-    pub(crate) const ALL: [Self; 25] = [
+    pub(crate) const ALL: [Self; 26] = [
         Self::Create,
+        Self::CreateReady,
         Self::CreateToOutput,
         Self::EchoFirst,
         Self::EchoDone,
@@ -67,6 +69,7 @@ impl Row {
     pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Create => "create, until it answers (RUNNING), ms",
+            Self::CreateReady => "create, one waits in the pool, ms",
             Self::CreateToOutput => "create to first output, ms",
             Self::EchoFirst => "bash echo, first byte, ms",
             Self::EchoDone => "bash echo, to its end (DONE), ms",
@@ -85,7 +88,7 @@ impl Row {
             Self::Decompress => "... zstd back and BLAKE3 on all cores, ms",
             Self::Checkpoint => "checkpoint until durable, ms",
             Self::SecondWrites => "1 MiB changed, written by the next, MiB",
-            Self::RestoreCached => "restore, data in the cache, ms",
+            Self::RestoreCached => "attach with restore, data in the cache, ms",
             Self::RestoreUncached => "restore, data on the volume, ms",
             Self::Handoff => "handoff (raw: the bars of its halves), ms",
             Self::Forks => "8 forks at once, data in the cache, ms",

@@ -20,7 +20,7 @@ use crate::{
     raw::{Raw, ms_since},
     report::{CHECKPOINT_AT_MOST, UNCACHED_AT_MOST},
     samples::{Column, Row, Samples},
-    server::Server,
+    server::{Server, Waits},
 };
 
 const PIECE_BYTES: usize = 1 << 20;
@@ -71,6 +71,7 @@ impl Saves {
         let (sandbox, restore) = raw.restore(&image, &marker, &files).await.context("raw restore")?;
         raw.remove(sandbox).await?;
         fs::remove_dir_all(&files)?;
+        self.one.one_waits(Waits::Container).await?;
         let (mut client, cached) = Client::attach(self.one.address, &id).await.context("restore from the cache")?;
         samples.add(Row::RestoreCached, Column::Raw, restore);
         samples.add(Row::RestoreCached, Column::Server, cached);
@@ -81,11 +82,13 @@ impl Saves {
         samples.add(Row::SecondWrites, Column::Raw, 1.0);
         samples.add(Row::SecondWrites, Column::Server, packs_mib(&self.volume)? - before);
 
+        self.other.one_waits(Waits::Container).await?;
         let (client, uncached) = Client::attach(self.other.address, &id).await.context("restore from the volume")?;
         let restore_parts = restore + decompress;
         samples.add(Row::RestoreUncached, Column::Raw, restore_parts);
         samples.add(Row::RestoreUncached, Column::Server, uncached);
 
+        self.one.one_waits(Waits::Container).await?;
         // At once: the save that follows a disconnect has not begun.
         client.leave().await?;
         let (mut client, handoff) = Client::attach(self.one.address, &id).await.context("handoff")?;

@@ -29,6 +29,13 @@ const END_LIMIT: Duration = Duration::from_secs(30);
 /// More than are measured at once.
 const MAX_SANDBOXES: &str = "1000";
 
+/// What is ready before anybody asks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Waits {
+    Sandbox,
+    Container,
+}
+
 pub(crate) struct Server {
     child: Child,
     pub(crate) address: SocketAddr,
@@ -36,8 +43,15 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts it; with a volume, it keeps checkpoints there.
-    pub(crate) async fn start(binary: &Path, runsc: &Path, image_dir: Option<&Path>, home: &Path, volume: Option<&Path>) -> Result<Self> {
+    /// Starts it; with a volume, it keeps checkpoints there. Of what waits, it has what is said, or else as much as servers have.
+    pub(crate) async fn start(
+        binary: &Path,
+        runsc: &Path,
+        image_dir: Option<&Path>,
+        home: &Path,
+        volume: Option<&Path>,
+        pool: Option<usize>,
+    ) -> Result<Self> {
         let data = home.join("data");
         let log = home.join("server.log");
         let mut command = Command::new(binary);
@@ -48,6 +62,9 @@ impl Server {
         command.arg("--runsc").arg(runsc);
         if let Some(image_dir) = image_dir {
             command.arg("--image-dir").arg(image_dir);
+        }
+        if let Some(pool) = pool {
+            command.args(["--pool", &pool.to_string(), "--restore-pool", &pool.to_string()]);
         }
         if let Some(volume) = volume {
             command.arg("--checkpoint-path").arg(volume);
@@ -75,23 +92,59 @@ impl Server {
     }
 
     async fn is_ready(&self) -> bool {
-        let ask = async {
-            let mut stream = TcpStream::connect(self.address).await?;
-            stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await?;
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).await?;
-            io::Result::Ok(answer.starts_with("HTTP/1.1 200"))
+        self.get("/readyz").await.is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
+    }
+
+    async fn get(&self, path: &str) -> io::Result<String> {
+        let mut stream = TcpStream::connect(self.address).await?;
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").as_bytes()).await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        Ok(answer)
+    }
+
+    /// Waits until a sandbox, or a container for a restore, waits.
+    pub(crate) async fn one_waits(&self, what: Waits) -> Result<()> {
+        let name = match what {
+            Waits::Sandbox => "sandboxer_pooled_sandboxes ",
+            Waits::Container => "sandboxer_pooled_containers ",
         };
-        ask.await.unwrap_or(false)
+        let begun = Instant::now();
+        loop {
+            let metrics = self.get("/metrics").await?;
+            if metrics.lines().filter_map(|line| line.strip_prefix(name)).any(|count| count.trim() != "0") {
+                // What was just made has to come to rest.
+                sleep(Duration::from_millis(50)).await;
+                return Ok(());
+            }
+            if begun.elapsed() > END_LIMIT {
+                bail!("nothing waits in the pool");
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
     }
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id().unwrap_or_default()
     }
 
+    /// What a sandbox is to runsc: one that was restored into a container that waited has the name of that.
+    pub(crate) fn container_of(&self, sandbox_id: &str) -> Result<String> {
+        let sandboxes = self.data.join("sandboxes");
+        for entry in fs::read_dir(&sandboxes)? {
+            let name = entry?.file_name().to_string_lossy().into_owned();
+            let record = fs::read(sandboxes.join(&name).join("record.json")).unwrap_or_default();
+            let record: Value = serde_json::from_slice(&record).unwrap_or_default();
+            if record["id"] == sandbox_id && record["standby"] != true {
+                return Ok(name);
+            }
+        }
+        bail!("the server does not have {sandbox_id}")
+    }
+
     /// The image that a sandbox of this server was started from.
     pub(crate) fn image_of(&self, sandbox_id: &str) -> Result<PathBuf> {
-        let path = self.data.join("sandboxes").join(sandbox_id).join("config.json");
+        let path = self.data.join("sandboxes").join(self.container_of(sandbox_id)?).join("config.json");
         let spec: Value = serde_json::from_slice(&fs::read(&path).with_context(|| path.display().to_string())?)?;
         let image = spec["annotations"]["dev.gvisor.spec.rootfs.source"].as_str().context("its OCI spec names no image")?;
         Ok(image.into())
@@ -99,7 +152,7 @@ impl Server {
 
     /// What opens a conversation with the agent of a sandbox.
     pub(crate) fn marker_of(&self, sandbox_id: &str) -> Result<Marker> {
-        let path = self.data.join("sandboxes").join(sandbox_id).join("record.json");
+        let path = self.data.join("sandboxes").join(self.container_of(sandbox_id)?).join("record.json");
         let record: Value = serde_json::from_slice(&fs::read(&path).with_context(|| path.display().to_string())?)?;
         Ok(serde_json::from_value(record["marker"].clone())?)
     }

@@ -39,6 +39,18 @@ pub(crate) struct Args {
     #[arg(long, env = "SANDBOXER_STOP_GRACE", default_value_t = 10.0, value_name = "SECONDS")]
     stop_grace: f64,
 
+    /// Sandboxes that the server keeps waiting
+    #[arg(long, env = "SANDBOXER_POOL", default_value_t = 2, value_name = "N")]
+    pool: usize,
+
+    /// Containers that it keeps waiting for restores
+    #[arg(long, env = "SANDBOXER_RESTORE_POOL", default_value_t = 1, value_name = "N")]
+    restore_pool: usize,
+
+    /// The memory that has to be free for it
+    #[arg(long, env = "SANDBOXER_POOL_MIN_FREE_MB", default_value_t = 512, value_name = "MIB")]
+    pool_min_free_mb: u64,
+
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -96,6 +108,8 @@ struct Machine {
     data_dir: Option<PathBuf>,
     checkpoint_path: Option<PathBuf>,
     stop_grace: Duration,
+    /// Sandboxes and containers that wait, and the memory in MiB that has to be free for it.
+    pool: (usize, usize, u64),
 }
 
 impl Machine {
@@ -115,17 +129,19 @@ impl Machine {
             data_dir: args.data_dir.clone(),
             checkpoint_path: args.checkpoint_path.clone().filter(|path| !path.as_os_str().is_empty()),
             stop_grace: Duration::try_from_secs_f64(args.stop_grace).context("--stop-grace")?,
+            pool: (args.pool, args.restore_pool, args.pool_min_free_mb),
         })
     }
 }
 
-const CHECKS: [fn(&Machine) -> Finding; 11] = [
+const CHECKS: [fn(&Machine) -> Finding; 12] = [
     runsc,
     host::user,
     host::user_namespaces,
     host::host_limits,
     host::open_files,
     host::disk_space,
+    host::pool,
     host::saving_at_the_end,
     host::erofs_utils,
     host::mmdebstrap,

@@ -22,6 +22,7 @@ mod kept;
 mod output;
 mod placement;
 mod points;
+mod pool;
 mod raw;
 mod runsc;
 mod server;

@@ -305,7 +305,7 @@ impl Server {
     /// The machine burns down: the server and all its sandboxes at once.
     pub fn burn_down(&mut self) {
         self.kill9();
-        for process in self.sandbox_processes() {
+        for process in self.every_process() {
             let _ = kill(Pid::from_raw(i32::try_from(process.pid).unwrap()), Signal::SIGKILL);
         }
     }
@@ -341,14 +341,6 @@ impl Server {
     #[must_use]
     pub fn get(&self, path: &str) -> http::Answer {
         http::try_get(self.address(), path, &[]).unwrap()
-    }
-
-    /// Processes that belong to this server's sandboxes, the server itself not among them.
-    #[must_use]
-    pub fn sandbox_processes(&self) -> Vec<host::Process> {
-        let mut processes = host::processes_naming(&self.data);
-        processes.retain(|process| process.pid != self.pid());
-        processes
     }
 }
 

@@ -23,7 +23,10 @@ fn churn_for() -> Duration {
     Duration::from_secs(asked.unwrap_or(if soak() { 3600 } else { 20 }))
 }
 
-/// What a server holds, apart from its sandboxes.
+/// How many sandboxes wait in the pool, as the server is started.
+const POOL: usize = 2;
+
+/// What a server holds, apart from its sandboxes and what waits to become one.
 #[derive(Debug, PartialEq, Eq)]
 struct Held {
     children: usize,
@@ -34,21 +37,27 @@ struct Held {
 
 impl Held {
     fn by(server: &Server) -> Self {
+        let waiting = server.waiting();
+        let mut children = host::descendants(server.pid());
+        children.retain(|process| !waiting.iter().any(|id| process.command.contains(id)));
         let mut held = Self {
-            children: host::descendants(server.pid()).len() + server.sandbox_processes().len(),
+            children: children.len() + server.sandbox_processes().len(),
             mounts: host::mounts_under(server.data_dir()).len(),
             files: BTreeSet::new(),
             bytes: 0,
         };
-        held.add(server.data_dir());
+        held.add(server.data_dir(), &waiting);
         held
     }
 
-    fn add(&mut self, dir: &Path) {
+    fn add(&mut self, dir: &Path, waiting: &BTreeSet<String>) {
         for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+            if waiting.iter().any(|id| entry.file_name().to_string_lossy().contains(id)) {
+                continue;
+            }
             self.files.insert(entry.path().display().to_string());
             match entry.metadata() {
-                Ok(meta) if meta.is_dir() => self.add(&entry.path()),
+                Ok(meta) if meta.is_dir() => self.add(&entry.path(), waiting),
                 Ok(meta) => self.bytes += meta.len(),
                 Err(_) => {}
             }
@@ -152,6 +161,7 @@ async fn churn(server: &Server, time: Duration, ways: &[Way]) -> Vec<String> {
     let mut ws = Ws::open(server, &format!("/attach/{}", ids[0])).await;
     ws.expect_status("SANDBOX_NOT_FOUND").await;
     ws.expect_close(1011).await;
+    server.filled(POOL, 0).await;
     ids
 }
 

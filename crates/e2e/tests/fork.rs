@@ -32,7 +32,7 @@ fn id(sandbox: &Value) -> &str {
 
 /// Directories of sandboxes that a server has.
 fn directories(server: &Server) -> usize {
-    fs::read_dir(server.data_dir().join("sandboxes")).unwrap().count()
+    server.sandbox_directories().len()
 }
 
 /// What there is on the volume of which sandboxes.

@@ -11,7 +11,8 @@ use serde_json::json;
 const LEASE: Duration = Duration::from_secs(6);
 
 fn runs(server: &Server, id: &str) -> bool {
-    server.sandbox_processes().iter().any(|process| process.command.contains(id))
+    let container = server.container_of(id).unwrap_or_else(|| id.to_owned());
+    server.sandbox_processes().iter().any(|process| process.command.contains(&container))
 }
 
 /// All that is saved. The records are left out: whoever has the sandbox renews its own.

@@ -222,6 +222,10 @@ impl Runtime for FakeRuntime {
         Box::pin(async move { self.wait_for_agent(launch.id) })
     }
 
+    fn created(&self, id: SandboxId) -> BoxFuture<'_, Result<(), RuntimeError>> {
+        Box::pin(async move { if self.waiting().contains_key(&id) { Ok(()) } else { Err(RuntimeError::NotFound) } })
+    }
+
     fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
         Box::pin(async move {
             let agent = Agent::load(from, &launch.config)?;

@@ -164,10 +164,17 @@ impl GvisorRuntime {
 
     async fn fill(&self, launch: &Launch, from: &Path) -> Result<(), RuntimeError> {
         let failed = |why: String| RuntimeError::Failed { what: RESTORE, why };
-        let process = self.started(launch.id).await.ok_or_else(|| failed("its container could not be made".to_owned()))?;
+        let process = self.created_process(launch.id).await?;
+        // It may have been made for another: what it may use is what is asked for now, and memory before it is filled.
+        let cgroup = self.limits.create(launch.id, &launch.resources).map_err(|error| failed(error.to_string()))?;
         let restore = Restore { run: run_of(launch), image: from.to_owned() };
         self.runsc.restore_into(&restore, START_LIMIT).await.map_err(|error| refused(RESTORE, &error))?;
-        watch::settle(&launch.dir, &self.limits.cgroup_of(launch.id), &process).map_err(|error| failed(error.to_string()))
+        watch::settle(&launch.dir, &cgroup, &process).map_err(|error| failed(error.to_string()))
+    }
+
+    async fn created_process(&self, id: SandboxId) -> Result<Arc<Process>, RuntimeError> {
+        let why = || RuntimeError::Failed { what: RESTORE, why: "its container could not be made".to_owned() };
+        self.started(id).await.ok_or_else(why)
     }
 
     /// The process of a sandbox that is being started; none if it can't be.
@@ -329,6 +336,10 @@ impl Runtime for GvisorRuntime {
 
     fn create<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
         Box::pin(self.launch(launch, How::Create))
+    }
+
+    fn created(&self, id: SandboxId) -> BoxFuture<'_, Result<(), RuntimeError>> {
+        Box::pin(async move { self.created_process(id).await.map(drop) })
     }
 
     fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {

@@ -99,6 +99,9 @@ pub trait Runtime: Send + Sync + 'static {
     /// to the next server process it is no sandbox. `remove` gives it up.
     fn create<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
 
+    /// Waits until a container that `create` began is there.
+    fn created(&self, id: SandboxId) -> BoxFuture<'_, Result<(), RuntimeError>>;
+
     /// Goes on with a restore that `create` began.
     fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
 

@@ -43,6 +43,11 @@ impl Images {
         self.base.borrow().clone()
     }
 
+    /// Tells when the base image stands elsewhere.
+    pub(crate) fn watch(&self) -> watch::Receiver<BaseImage> {
+        self.base.subscribe()
+    }
+
     /// Builds the base image if it is not there. Blocks for a minute then: call it from a thread that may.
     pub fn prepare(&self) {
         let Some(store) = &self.store else { return };

@@ -5,6 +5,7 @@ mod copies;
 mod fork;
 mod go_back;
 mod leave;
+mod pool;
 mod rollback;
 mod template;
 mod view;
@@ -46,6 +47,7 @@ use tokio_util::{
 };
 use tracing::{Instrument as _, info, info_span, warn};
 
+use self::pool::{Class, Pool};
 pub(crate) use self::{
     arrive::{ArriveError, Arrived, Restorer, Saved},
     rollback::{Going, RolledBack, Roller},
@@ -193,6 +195,7 @@ pub(crate) struct Manager {
     obituaries: Obituaries,
     sandboxes: Mutex<HashMap<SandboxId, Handle>>,
     slots: Arc<Semaphore>,
+    pool: Pool,
     tenants: Arc<Tenants>,
     drivers: TaskTracker,
     /// Every WebSocket holds a token of it for as long as it is open.
@@ -225,6 +228,7 @@ impl Manager {
             filesystems,
             arriving: Mutex::default(),
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
+            pool: Pool::new(settings.pool.clone()),
             tenants: Arc::new(Tenants::new(settings.key_limits)),
             settings,
             runtime,
@@ -283,11 +287,9 @@ impl Manager {
     /// Makes a sandbox. Runs to its end even if nobody waits for it any longer.
     pub(crate) async fn create(self: &Arc<Self>, config: CreateConfig, owner: Option<String>) -> Result<Created, CreateError> {
         let manager = Arc::clone(self);
-        let id = SandboxId::random();
         let began = Instant::now();
         self.metrics.creates.inc();
-        let made =
-            self.drivers.spawn(async move { manager.make(id, config, owner).await }.instrument(info_span!(parent: None, "sandbox", %id)));
+        let made = self.drivers.spawn(async move { manager.make(config, owner).await });
         let made = made.await.unwrap_or_else(|_| Err(CreateError::new(ErrorCode::Internal, "Making the sandbox failed. Try again.")));
         match &made {
             Ok(_) => self.metrics.create_seconds.observe(began.elapsed().as_secs_f64()),
@@ -298,7 +300,7 @@ impl Manager {
         made
     }
 
-    async fn make(self: Arc<Self>, id: SandboxId, config: CreateConfig, owner: Option<String>) -> Result<Created, CreateError> {
+    async fn make(self: Arc<Self>, config: CreateConfig, owner: Option<String>) -> Result<Created, CreateError> {
         if self.stopping().is_some() {
             return Err(CreateError::new(ErrorCode::ServerStopping, "The server is stopping. Create the sandbox at another one."));
         }
@@ -309,15 +311,21 @@ impl Manager {
         let resources = config.limits.on_the_host(&asked, &self.host)?;
         let place = self.tenants.admit(owner.as_deref())?;
         let slot = self.slot()?;
+        let _busy = self.pool.busy();
         let template = self.template(template_name.as_deref(), owner.as_deref()).await?;
         let image = self.image_for(template.as_ref(), image.as_deref()).await?;
+        let class = Class { image: image.clone(), limits: config.limits };
+        let waited = if template.is_none() { self.from_pool(&class).await } else { None };
+        self.give_way();
+        let (id, marker) =
+            waited.as_ref().map_or_else(|| (SandboxId::random(), Marker::new(rand::random())), |waited| (waited.id, waited.marker));
         let token = new_token();
         let mut record = Record {
             version: RECORD_VERSION,
             id,
             created_at: jiff::Timestamp::now(),
             token_sha256: hash(&token),
-            marker: Marker::new(rand::random()),
+            marker,
             image,
             owner,
             idle_since: None,
@@ -327,33 +335,48 @@ impl Manager {
             container: None,
             standby: false,
         };
-        let held = self.register(&mut record).await?;
-        let mut launch = self.launch(&record, resources);
-        let begun = Instant::now();
-        match self.start_with_files(&mut launch, &mut record, template.as_ref()).await {
-            Ok(Opened { enforced, running }) => {
-                info!(ms = begun.elapsed().as_millis(), "started");
-                if let Some(name) = not_enforced(&asked, enforced) {
+        let finish = async {
+            let held = match (self.register(&mut record).await, &waited) {
+                (Ok(held), _) => held,
+                (Err(error), None) => return Err(error),
+                (Err(error), Some(_)) => {
+                    waited.into_iter().for_each(|waited| self.back_into_pool(&class, waited));
+                    return Err(error);
+                }
+            };
+            let mut launch = self.launch(&record, resources);
+            let begun = Instant::now();
+            let from_pool = waited.is_some();
+            let started = match waited {
+                Some(waited) => waited.hand_out(&record, &launch.dir),
+                None => self.start_with_files(&mut launch, &mut record, template.as_ref()).await,
+            };
+            match started {
+                Ok(Opened { enforced, running }) => {
+                    info!(ms = begun.elapsed().as_millis(), from_pool, "started");
+                    if let Some(name) = not_enforced(&asked, enforced) {
+                        self.discard(&launch).await;
+                        let message =
+                            format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
+                        return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
+                    }
+                    let wire = Wire::default();
+                    let keeping = self.keep(&record, &wire, held);
+                    let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, keeping);
+                    Ok(Created { handle, token })
+                }
+                Err(error) => {
+                    warn!(why = error.message, "could not be started");
                     self.discard(&launch).await;
-                    let message =
-                        format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
-                    return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
+                    if let Some((_, held)) = held {
+                        // Nobody has heard of it.
+                        let _ = held.lease.bury(error.message.clone()).await;
+                    }
+                    Err(error)
                 }
-                let wire = Wire::default();
-                let keeping = self.keep(&record, &wire, held);
-                let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, keeping);
-                Ok(Created { handle, token })
             }
-            Err(error) => {
-                warn!(why = error.message, "could not be started");
-                self.discard(&launch).await;
-                if let Some((_, held)) = held {
-                    // Nobody has heard of it.
-                    let _ = held.lease.bury(error.message.clone()).await;
-                }
-                Err(error)
-            }
-        }
+        };
+        finish.instrument(info_span!(parent: None, "sandbox", %id)).await
     }
 
     fn slot(&self) -> Result<OwnedSemaphorePermit, CreateError> {
@@ -547,6 +570,7 @@ impl Manager {
                 manager.forget(id, None);
             }
             drop(slot);
+            manager.pool.look();
             gone.cancel();
         };
         self.drivers.spawn(drive.instrument(info_span!(parent: None, "sandbox", %id)));

@@ -36,6 +36,13 @@ pub(crate) struct Metrics {
     pub(crate) ended: Counter,
     pub(crate) collections: Counter,
     pub(crate) collected_bytes: Counter,
+    pub(crate) pooled_sandboxes: Gauge<i64, AtomicI64>,
+    pub(crate) pooled_containers: Gauge<i64, AtomicI64>,
+    pub(crate) pool_hits: Counter,
+    pub(crate) pool_misses: Counter,
+    pub(crate) restore_pool_hits: Counter,
+    pub(crate) restore_pool_misses: Counter,
+    pub(crate) pool_given_up: Counter,
 }
 
 impl Metrics {
@@ -65,6 +72,13 @@ impl Metrics {
             ended: Counter::default(),
             collections: Counter::default(),
             collected_bytes: Counter::default(),
+            pooled_sandboxes: Gauge::default(),
+            pooled_containers: Gauge::default(),
+            pool_hits: Counter::default(),
+            pool_misses: Counter::default(),
+            restore_pool_hits: Counter::default(),
+            restore_pool_misses: Counter::default(),
+            pool_given_up: Counter::default(),
         };
         metrics.registered()
     }
@@ -97,6 +111,17 @@ impl Metrics {
         registry.register("ended", "Sandboxes that ended here", self.ended.clone());
         registry.register("collections", "Collections of the volume by this instance", self.collections.clone());
         registry.register("collected_bytes", "Bytes that these removed", self.collected_bytes.clone());
+        registry.register("pooled_sandboxes", "Started sandboxes that wait for a creator now", self.pooled_sandboxes.clone());
+        registry.register("pooled_containers", "Created containers that wait for a restore now", self.pooled_containers.clone());
+        registry.register("pool_hits", "Sandboxes that were handed out of the pool", self.pool_hits.clone());
+        registry.register("pool_misses", "Sandboxes that had to be started because none waited", self.pool_misses.clone());
+        registry.register("restore_pool_hits", "Restores into a container that waited", self.restore_pool_hits.clone());
+        registry.register("restore_pool_misses", "Restores for which no container waited", self.restore_pool_misses.clone());
+        registry.register(
+            "pool_given_up",
+            "What waited and was removed unused: dead, too many, or memory short",
+            self.pool_given_up.clone(),
+        );
         self
     }
 

@@ -82,6 +82,7 @@ impl Server {
         let workspaces = Workspaces::open(workspaces, settings.key_limits.sandboxes).await?;
         let manager = Manager::open(settings, runtime, images, host)?;
         manager.take_up_all().await;
+        manager.keep_pool();
         Ok(Self { manager, workspaces, listener, metrics, connections: TaskTracker::new(), closing: CancellationToken::new() })
     }
 

@@ -30,6 +30,7 @@ pub struct Settings {
     pub remember: Duration,
     pub access: Access,
     pub key_limits: KeyLimits,
+    pub pool: PoolSettings,
     /// None: plain HTTP.
     pub tls: Option<Tls>,
     /// None: no checkpoints are kept.
@@ -47,6 +48,25 @@ pub struct KeyLimits {
     pub sandboxes: Option<usize>,
     /// Sandboxes made in any minute; none: no bound.
     pub creates_per_minute: Option<usize>,
+}
+
+/// What is kept ready before anybody asks.
+#[derive(Debug, Clone)]
+pub struct PoolSettings {
+    /// Started sandboxes that wait for their creators; 0: none.
+    pub sandboxes: usize,
+    /// Containers that wait for what is restored into them; 0: none. Without a checkpoint path there are none.
+    pub containers: usize,
+    /// With less memory than this available, nothing waits.
+    pub min_free_bytes: u64,
+    /// Where it says how much memory the machine has.
+    pub meminfo: PathBuf,
+}
+
+impl Default for PoolSettings {
+    fn default() -> Self {
+        Self { sandboxes: 0, containers: 0, min_free_bytes: 512 * 1024 * 1024, meminfo: "/proc/meminfo".into() }
+    }
 }
 
 impl Settings {
@@ -69,6 +89,7 @@ impl Settings {
             remember: Duration::from_secs(3600),
             access: Access::default(),
             key_limits: KeyLimits::default(),
+            pool: PoolSettings::default(),
             tls: None,
             checkpoints: None,
             filesystems: None,

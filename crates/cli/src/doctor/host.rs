@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::statvfs::statvfs;
 
+use sandboxer_server::available_memory;
 use sandboxer_store::{Pace, Place};
 
 use super::{Finding, Machine};
@@ -64,6 +65,28 @@ pub(super) fn user_namespaces(machine: &Machine) -> Finding {
 
 fn finish(finding: Finding, machine: &Machine) -> Finding {
     if machine.is_root { finding } else { finding.required() }
+}
+
+/// Whether there is memory for what waits until somebody asks.
+pub(super) fn pool(machine: &Machine) -> Finding {
+    const NAME: &str = "pool";
+    let (sandboxes, containers, least) = machine.pool;
+    // Without a volume nothing is restored.
+    let containers = if machine.checkpoint_path.is_some() { containers } else { 0 };
+    if sandboxes == 0 && containers == 0 {
+        return Finding::ok(NAME, "off: creating a sandbox takes as long as starting one");
+    }
+    let waits =
+        format!("{sandboxes} started sandboxes and {containers} containers for restores wait while {least} MiB of memory are available");
+    match available_memory(Path::new("/proc/meminfo")).map(|bytes| bytes >> 20) {
+        Some(available) if available < least => Finding::limited(
+            NAME,
+            format!("{waits}; {available} MiB are, so nothing waits and creating a sandbox takes longer"),
+            "free some memory, or give a smaller --pool-min-free-mb",
+        ),
+        Some(available) => Finding::ok(NAME, format!("{waits}; {available} MiB are")),
+        None => Finding::ok(NAME, format!("{waits}; how much is can't be told here")),
+    }
 }
 
 /// Whether the host can hold a sandbox to its limits. Tried, not guessed: in a container all files may be there and refuse.

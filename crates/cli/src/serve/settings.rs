@@ -12,8 +12,8 @@ use clap::ValueEnum;
 use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
 use sandboxer_server::{
-    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, Settings, TemplateSettings, Terms, Tls,
-    WorkspaceSettings,
+    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, PoolSettings, Settings, TemplateSettings,
+    Terms, Tls, WorkspaceSettings,
 };
 use sandboxer_store::Place;
 
@@ -21,6 +21,7 @@ const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
 const MIN_LEASE: f64 = 3.0;
 const MAX_LEASE: f64 = 300.0;
+const MAX_POOL: usize = 1000;
 
 /// Serve sandboxes over WebSockets
 #[derive(Debug, clap::Args)]
@@ -43,6 +44,18 @@ pub(crate) struct Args {
     /// Sandboxes at once
     #[arg(long, env = "SANDBOXER_MAX_SANDBOXES", default_value_t = 100, value_name = "N")]
     max_sandboxes: usize,
+    /// Started sandboxes that wait for their creators, so that creating one takes no time; 0: none. They give way when --max-sandboxes is reached
+    #[arg(long, env = "SANDBOXER_POOL", default_value_t = 2, value_name = "N")]
+    pool: usize,
+    /// Containers that wait for what is restored into them, where there is a checkpoint path; 0: none
+    #[arg(long, env = "SANDBOXER_RESTORE_POOL", default_value_t = 1, value_name = "N")]
+    restore_pool: usize,
+    /// With less memory than this available on the machine, nothing waits
+    #[arg(long, env = "SANDBOXER_POOL_MIN_FREE_MB", default_value_t = 512, value_name = "MIB")]
+    pool_min_free_mb: u64,
+    /// Where the machine says how much memory it has
+    #[arg(long, env = "SANDBOXER_MEMINFO", default_value = "/proc/meminfo", value_name = "FILE", hide = true)]
+    meminfo: PathBuf,
     /// Seconds without client and running program after which a sandbox is deleted, unless its creator says otherwise; 0: never
     #[arg(long, env = "SANDBOXER_IDLE_TIMEOUT", default_value_t = 300.0, value_name = "SECONDS")]
     idle_timeout: f64,
@@ -178,6 +191,7 @@ impl Args {
             );
         }
         faults.unless(self.max_sandboxes > 0, "--max-sandboxes: at least 1");
+        faults.unless(self.pool <= MAX_POOL && self.restore_pool <= MAX_POOL, "--pool, --restore-pool: at most 1000");
         faults.unless(self.max_message_bytes >= 1024, "--max-message-bytes: at least 1024");
         faults.unless(self.max_message_bytes <= 8 * 1024 * 1024, "--max-message-bytes: at most 8388608");
         faults.unless(self.output_window_bytes >= 64 * 1024, "--output-window-bytes: at least 65536");
@@ -221,6 +235,12 @@ impl Args {
         let bound = |most: usize| (most > 0).then_some(most);
         settings.key_limits =
             KeyLimits { sandboxes: bound(self.key_max_sandboxes), creates_per_minute: bound(self.key_creates_per_minute) };
+        settings.pool = PoolSettings {
+            sandboxes: self.pool,
+            containers: self.restore_pool,
+            min_free_bytes: self.pool_min_free_mb.saturating_mul(1024 * 1024),
+            meminfo: self.meminfo.clone(),
+        };
         settings.tls = tls.flatten();
         settings.checkpoints = checkpoint_path.flatten().map(|place| CheckpointSettings {
             place,

@@ -1,6 +1,9 @@
 //! Bringing a sandbox here from the volume: from whoever has it, or from its last checkpoint.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::{
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
 
 use sandboxer_protocol::{
     SandboxId,
@@ -136,6 +139,7 @@ impl Manager {
             return Ok(Arrived { greeting: handle.running(), handle });
         }
         let begun = Instant::now();
+        let _busy = self.pool.busy();
         let looked = checkpoints.look(id).await.map_err(|error| ArriveError::Failed(error.to_string()))?;
         let Some(stored) = looked else { return Err(not_found()) };
         let ready = Arc::new(Mutex::new(self.look_ahead(&checkpoints, id, &stored).await?));
@@ -180,7 +184,7 @@ impl Manager {
                 greeting.stdin_offset = Some(execution.stdin_next);
             }
         }
-        if let Err(error) = record.write(&self.dir(id)) {
+        if let Err(error) = record.write(&self.dir(record.container())) {
             warn!(%error, "the record of the sandbox could not be written");
         }
         info!(ms = begun.elapsed().as_millis(), rewound = greeting.rewound, "restored");
@@ -192,7 +196,7 @@ impl Manager {
     }
 
     /// Gets ready what nobody has, before it is held: a restore that can't succeed leaves the record as it is.
-    async fn look_ahead(&self, checkpoints: &Checkpoints, id: SandboxId, stored: &Stored) -> Result<Option<Ready>, ArriveError> {
+    async fn look_ahead(self: &Arc<Self>, checkpoints: &Checkpoints, id: SandboxId, stored: &Stored) -> Result<Option<Ready>, ArriveError> {
         let record = &stored.record;
         let (None, None, Some(name)) = (&record.owner, &record.tombstone, record.latest) else { return Ok(None) };
         if self.slots.available_permits() == 0 {
@@ -209,11 +213,19 @@ impl Manager {
         }
     }
 
-    /// Everything of a restore that needs no lease. While the data is on its way here, a container is made for it; data that is here
+    /// Everything of a restore that needs no lease. If no container waits, one is made while the data is on its way here; data that is here
     /// already would only be held up by that.
-    async fn get_ready(&self, checkpoints: &Checkpoints, id: SandboxId, name: CheckpointName, token_sha256: &str) -> Result<Ready, String> {
+    async fn get_ready(
+        self: &Arc<Self>,
+        checkpoints: &Checkpoints,
+        id: SandboxId,
+        name: CheckpointName,
+        token_sha256: &str,
+    ) -> Result<Ready, String> {
         let found = checkpoints.find(ManifestAt::Checkpoint { sandbox_id: id, name }, &self.images).await?;
         let state = &found.state;
+        let resources = state.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
+        let waited = self.container_from_pool(&found.image);
         let record = Record {
             version: RECORD_VERSION,
             id,
@@ -226,15 +238,14 @@ impl Manager {
             config: state.config.clone(),
             epoch: None,
             generation: state.generation,
-            container: None,
+            container: waited.as_ref().map(|container| container.id),
             standby: false,
         };
-        let resources = record.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
         let launch = self.launch(&record, resources);
-        let (files, container) = if checkpoints.has(&found).await {
-            (checkpoints.bring(&found).await, None)
-        } else {
-            tokio::join!(checkpoints.bring(&found), self.make_container(&launch, &record))
+        let (files, container) = match waited {
+            Some(waited) => (checkpoints.bring(&found).await, Some(waited.instance)),
+            None if checkpoints.has(&found).await => (checkpoints.bring(&found).await, None),
+            None => tokio::join!(checkpoints.bring(&found), self.make_container(&launch, &record)),
         };
         match files {
             Ok(files) => Ok(Ready { name, record, launch, files, container }),
@@ -285,10 +296,11 @@ impl Manager {
 }
 
 impl Restorer {
-    /// A restore that gVisor fails is tried once more.
-    pub(crate) async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String> {
+    /// A restore that gVisor fails is tried once more. Returns what it is to the runtime, and where.
+    pub(crate) async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(SandboxId, PathBuf), String> {
         let manager = &self.manager;
         let slot = Arc::clone(&manager.slots).try_acquire_owned().map_err(|_| manager.full())?;
+        manager.give_way();
         let ahead = self.ready.lock().unwrap_or_else(PoisonError::into_inner).take();
         let ready = match ahead {
             Some(ready) if ready.name == name => ready,
@@ -324,7 +336,7 @@ impl Restorer {
                     let place = manager.tenants.readmit(record.owner.as_deref());
                     let restored = Restored { record, running, place: (Some(slot), place) };
                     *self.restored.lock().unwrap_or_else(PoisonError::into_inner) = Some(restored);
-                    return Ok(());
+                    return Ok((launch.id, launch.dir));
                 }
                 Err(why) => {
                     warn!(attempt, why, "could not be restored");

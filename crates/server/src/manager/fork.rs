@@ -72,7 +72,9 @@ impl Manager {
         let resources = found.state.config.limits.again(&self.settings.max_limits, &self.host)?;
         let places = self.tenants.admit_many(found.state.owner.as_deref(), count)?;
         let slots = self.slots(count)?;
+        let _busy = self.pool.busy();
         let planned = (0..count).map(|_| self.plan(&found, resources)).collect();
+        self.give_way();
         let (files, planned) = self.bring_for(&checkpoints, &found, planned).await?;
 
         let begin = |planned| async {
@@ -105,11 +107,13 @@ impl Manager {
         (0..count).map(|_| self.slot()).collect()
     }
 
-    fn plan(&self, Found { state, image, .. }: &Found, resources: HostResources) -> Planned {
+    /// One that finds a container that waits has its id.
+    fn plan(self: &Arc<Self>, Found { state, image, .. }: &Found, resources: HostResources) -> Planned {
         let token = new_token();
+        let waited = self.container_from_pool(image);
         let record = Record {
             version: RECORD_VERSION,
-            id: SandboxId::random(),
+            id: waited.as_ref().map_or_else(SandboxId::random, |container| container.id),
             created_at: jiff::Timestamp::now(),
             token_sha256: hash(&token),
             marker: state.marker,
@@ -123,7 +127,7 @@ impl Manager {
             standby: true,
         };
         let launch = self.launch(&record, resources);
-        Planned { token, record, launch, container: None }
+        Planned { token, record, launch, container: waited.map(|container| container.instance) }
     }
 
     /// The data of all of them, which is one set of files. While it is on its way, containers are made that wait for it.
@@ -137,7 +141,9 @@ impl Manager {
             checkpoints.bring(found).await
         } else {
             let make = |mut planned: Planned| async {
-                planned.container = self.make_container(&planned.launch, &planned.record).await;
+                if planned.container.is_none() {
+                    planned.container = self.make_container(&planned.launch, &planned.record).await;
+                }
                 planned
             };
             let making = stream::iter(planned.into_iter().map(make)).buffer_unordered(AT_ONCE).collect();

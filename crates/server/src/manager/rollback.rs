@@ -85,22 +85,28 @@ impl Roller {
         let files = self.checkpoints.bring(&found).await?;
         let Found { state, image, manifest } = found;
         let turn = going.host.turn().await?;
+        let _busy = manager.pool.busy();
+        let resources = state.config.limits.again(&manager.settings.max_limits, &manager.host).map_err(|error| error.message)?;
+        let waited = manager.container_from_pool(&image);
         let record = Record {
             marker: state.marker,
             image,
             // Its limits are what it was saved with; everything else is the sandbox's own.
             config: crate::sandbox::record::SandboxConfig { limits: state.config.limits, ..now.config.clone() },
             generation: now.generation.saturating_add(1),
-            container: Some(SandboxId::random()),
+            container: Some(waited.as_ref().map_or_else(SandboxId::random, |container| container.id)),
             standby: true,
             ..now.clone()
         };
-        let resources = record.config.limits.again(&manager.settings.max_limits, &manager.host).map_err(|error| error.message)?;
         let launch = manager.launch(&record, resources);
         let taken_over = async {
             going.host.freeze_for_rollback().await?;
             prepare(&launch, &record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
-            let instance = manager.runtime.restore(&launch, files.dir()).await.map_err(|error| error.to_string())?;
+            let restored = match waited {
+                Some(waited) => manager.runtime.restore_into(&launch, files.dir()).await.map(|()| waited.instance),
+                None => manager.runtime.restore(&launch, files.dir()).await,
+            };
+            let instance = restored.map_err(|error| error.to_string())?;
             let opened = converse(instance, &record.marker, manager.settings.start_timeout).await?;
             if let Some(keeper) = &going.keeper {
                 let name = self.checkpoints.again(&manifest, &files, &record, keeper.lease().latest()).await;

@@ -248,7 +248,11 @@ impl Host for SandboxHost {
     async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String> {
         self.stands_on(Some(name));
         match &self.restorer {
-            Some(restorer) => restorer.restore(name, epoch).await,
+            Some(restorer) => {
+                let (container, dir) = restorer.restore(name, epoch).await?;
+                self.moved_to(container, dir);
+                Ok(())
+            }
             None => Err("it was made here".to_owned()),
         }
     }
