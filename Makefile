@@ -4,7 +4,7 @@ CARGO ?= cargo
 # Where rustup puts cargo, for a shell that has not been started anew since.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: run build test soak sim bench fmt lint setup setup-dev test-image
+.PHONY: run build test soak sim sim-scale bench fmt lint setup setup-dev test-image
 
 run: build
 	$(CARGO) run --release --bin sandboxer -- serve --listen 127.0.0.1:8080
@@ -27,6 +27,12 @@ SEEDS ?= 1000
 sim: setup
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --seeds $(SEEDS)
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --collection --seeds $(SEEDS)
+	$(CARGO) run --release --quiet -p sandboxer-sim -- --bucket --seeds $(SEEDS)
+	$(CARGO) run --release --quiet -p sandboxer-sim -- --bucket --collection --seeds $(SEEDS)
+
+# What a bucket has to do for 1 to 100,000 sandboxes, and what that costs (SCALE_ARGS: --lease 60, prices and so on; docs/scale.md).
+sim-scale: setup
+	$(CARGO) run --release --quiet -p sandboxer-sim -- scale $(SCALE_ARGS)
 
 # BENCH_ARGS: --rounds N, --check (exit code 1 if a bar is missed), --growth, --json FILE; see docs/benchmarks.
 bench: export SANDBOXER_IMAGE_DIR ?= $(CURDIR)/target/images

@@ -105,7 +105,7 @@ impl Store {
             codec = Codec::sealed(Arc::new(move |bytes| sealing.mac(Purpose::Record, bytes)));
             volume = volume.with_key(key);
         }
-        let records = place.records(codec, FailPoints::default()).with_context(|| place.to_string())?;
+        let records = place.records(codec, FailPoints::default(), None).with_context(|| place.to_string())?;
         Ok(Self { volume, records })
     }
 

@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 
 pub use api::Key;
 pub use binary::{command, sandboxer, stderr_of, stdout_of};
-pub use bucket::{Bucket, Trouble};
+pub use bucket::{Bucket, Store, Trouble};
 pub use cli::{Cli, Running, free_address};
 pub use counting::{Counting, Point};
 pub use cut::{CutProxy, Fault};
@@ -62,6 +62,12 @@ pub const DEADLINE: Duration = Duration::from_secs(120);
 #[must_use]
 pub fn soak() -> bool {
     std::env::var_os("SANDBOXER_SOAK").is_some_and(|value| !value.is_empty() && value != "0")
+}
+
+/// A program of the environment that `scripts/setup --dev` makes for the tests.
+#[must_use]
+pub fn tool(name: &str) -> std::path::PathBuf {
+    bucket::venv().join("bin").join(name)
 }
 
 /// A count: small in `make test`, large in `make soak`.

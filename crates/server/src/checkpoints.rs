@@ -130,7 +130,8 @@ impl Checkpoints {
         if let Some(key) = key {
             volume = volume.with_key(key);
         }
-        let records = place.records(codec, points)?;
+        let instance = instance(data_dir)?;
+        let records = place.records(codec, points, Some(instance.clone()))?;
         let index = ChunkIndex::default();
         let loader = Loader::new(volume.clone(), index.clone());
         let work = data_dir.join("saving");
@@ -138,7 +139,6 @@ impl Checkpoints {
         fs::remove_dir_all(&work).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })?;
         private_dir(&work)?;
         let cache = Cache::open(&data_dir.join("cache"), cache_bytes, loader.clone()).map_err(other)?;
-        let instance = instance(data_dir)?;
         let writer = Writer::new(instance.clone(), Arc::new(BootClock), collection.longest_save);
         let saver = Saver::new(volume.clone(), index).with_writer(writer);
         let spawn: Spawn = {

@@ -22,7 +22,10 @@ use std::{
 use sandboxer_store::collect::{CollectFaults, Retention};
 
 use self::{node::Node, store::Shared};
-use crate::world::{Executor, World};
+use crate::{
+    network::Kept,
+    world::{Executor, World},
+};
 
 /// What a save may take.
 const LONGEST: Duration = Duration::from_secs(20);
@@ -71,12 +74,18 @@ pub struct CollectionOutcome {
     pub violation: Option<String>,
 }
 
-/// Runs one seed.
+/// Runs one seed in a directory.
 #[must_use]
 pub fn run_collection(seed: u64, faults: CollectFaults, trace: bool) -> CollectionOutcome {
+    run_collection_on(Kept::Directory, seed, faults, trace)
+}
+
+/// Runs one seed.
+#[must_use]
+pub fn run_collection_on(kept: Kept, seed: u64, faults: CollectFaults, trace: bool) -> CollectionOutcome {
     let count = 2 + (seed % 3) as usize;
     let world = World::new(seed ^ 0xc011_ec70_0000_0000, count, trace);
-    let shared = Shared::new(&world);
+    let shared = Shared::new(&world, kept);
     let nodes: Vec<_> = (0..count).map(|index| Node::new(index, &shared, faults)).collect();
     let length = world.random(|rng| rng.millis(40_000..130_000));
     let done = Arc::new(AtomicBool::new(false));

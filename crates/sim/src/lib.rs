@@ -20,12 +20,15 @@ mod host;
 mod network;
 mod node;
 mod rng;
+mod scale;
 mod scenario;
 mod truth;
 mod world;
 mod writer;
 
-pub use collection::{CollectionCounts, CollectionOutcome, run_collection};
-pub use scenario::{Outcome, run};
+pub use collection::{CollectionCounts, CollectionOutcome, run_collection, run_collection_on};
+pub use network::Kept;
+pub use scale::Scale;
+pub use scenario::{Outcome, run, run_on};
 pub use truth::Counts;
 pub use writer::{Cost, Writer};

@@ -11,7 +11,7 @@ use std::{
 };
 
 use clap::{Parser, Subcommand};
-use sandboxer_sim::{CollectionCounts, Cost, Counts, Writer, run, run_collection};
+use sandboxer_sim::{CollectionCounts, Cost, Counts, Kept, Scale, Writer, run_collection_on, run_on};
 use sandboxer_store::{collect::CollectFaults, lease::Faults};
 
 /// Runs the lease and the handoff, or collection, on seeded schedules of faults.
@@ -29,6 +29,9 @@ struct Arguments {
     /// Collection against writers, instead of lease and handoff.
     #[arg(long)]
     collection: bool,
+    /// On a bucket: throttled, replies lost behind writes, lists that are behind, and nobody told of changes.
+    #[arg(long)]
+    bucket: bool,
     #[command(subcommand)]
     instead: Option<Instead>,
 }
@@ -38,6 +41,8 @@ enum Instead {
     /// Swaps a record in a directory until it has won often enough, or dies.
     #[command(hide = true)]
     Writer(Writer),
+    /// What a bucket has to do for 1 to 100,000 sandboxes, and what that costs.
+    Scale(Scale),
     /// Measures what a read and a swap of a record in a directory cost.
     Cost(Cost),
 }
@@ -48,6 +53,7 @@ fn main() -> ExitCode {
         let done = match instead {
             Instead::Writer(writer) => writer.run(),
             Instead::Cost(cost) => cost.run(),
+            Instead::Scale(scale) => scale.run(),
         };
         return match done {
             Ok(()) => ExitCode::SUCCESS,
@@ -57,18 +63,20 @@ fn main() -> ExitCode {
             }
         };
     }
+    let kept = if arguments.bucket { Kept::Bucket } else { Kept::Directory };
+    let option = |rest: &str| format!("{}{rest}", if arguments.bucket { "--bucket " } else { "" });
     if arguments.collection {
         let run = |seed, trace| {
-            let outcome = run_collection(seed, CollectFaults::default(), trace);
+            let outcome = run_collection_on(kept, seed, CollectFaults::default(), trace);
             (outcome.counts, outcome.violation)
         };
-        return all(&arguments, CollectionCounts::default(), run, CollectionCounts::add, "--collection ");
+        return all(&arguments, CollectionCounts::default(), run, CollectionCounts::add, &option("--collection "));
     }
     let run = |seed, trace| {
-        let outcome = run(seed, Faults::default(), trace);
+        let outcome = run_on(kept, seed, Faults::default(), trace);
         (outcome.counts, outcome.violation)
     };
-    all(&arguments, Counts::default(), run, Counts::add, "")
+    all(&arguments, Counts::default(), run, Counts::add, &option(""))
 }
 
 /// Runs all seeds, on all cores, until one fails.

@@ -10,7 +10,7 @@ use std::{
 use async_trait::async_trait;
 use sandboxer_protocol::SandboxId;
 use sandboxer_store::record::{Changes, InstanceId, MemoryRecords, ReadError, Record, RecordStore, Stored, SwapError};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use crate::{
     rng::Rng,
@@ -28,6 +28,16 @@ pub(crate) struct Weather {
     pub(crate) slow: u64,
     /// Takes up to twelve seconds.
     pub(crate) very_slow: u64,
+    /// Answered by a bucket that has too much to do: not done, and whoever wrote can't tell that from a lost reply.
+    pub(crate) throttled: u64,
+}
+
+/// Where the records are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kept {
+    Directory,
+    /// Nobody is told of changes but by bells, which get lost.
+    Bucket,
 }
 
 /// Between all nodes and the records.
@@ -37,6 +47,9 @@ pub(crate) struct Network {
     pub(crate) truth: Arc<Truth>,
     state: Mutex<State>,
     hints: bool,
+    kept: Kept,
+    /// One for each node.
+    bells: Vec<watch::Sender<u64>>,
 }
 
 struct State {
@@ -48,10 +61,18 @@ struct State {
 }
 
 impl Network {
-    pub(crate) fn new(world: &Arc<World>, truth: &Arc<Truth>, nodes: usize) -> Arc<Self> {
+    pub(crate) fn new(world: &Arc<World>, truth: &Arc<Truth>, nodes: usize, kept: Kept) -> Arc<Self> {
         let state = State { weather: Weather::default(), partitioned: vec![false; nodes], moving: vec![false; nodes], calm: false };
         let hints = world.random(|rng| rng.chance(50));
-        Arc::new(Self { world: Arc::clone(world), records: Arc::default(), truth: Arc::clone(truth), state: Mutex::new(state), hints })
+        Arc::new(Self {
+            world: Arc::clone(world),
+            records: Arc::default(),
+            truth: Arc::clone(truth),
+            state: Mutex::new(state),
+            hints,
+            kept,
+            bells: (0..nodes).map(|_| watch::Sender::default()).collect(),
+        })
     }
 
     pub(crate) fn set_weather(&self, weather: Weather) {
@@ -89,6 +110,28 @@ impl Network {
         self.world.after(stopped + cut, Box::new(move |_| after.partition(node, false)));
     }
 
+    /// A waiter tells the owner, if what it says gets through.
+    fn ring(self: &Arc<Self>, by: usize, before: Option<&Record>, after: &Record) {
+        let asks = |record: &Record| record.waiter.as_ref().map(|waiter| waiter.nonce);
+        let owner = (0..self.bells.len()).find(|node| after.owner.as_ref() == Some(&name_of(*node)));
+        let Some(owner) = owner.filter(|_| asks(after).is_some() && asks(after) != before.and_then(asks)) else { return };
+        let weather = self.weather();
+        let (lost, late) =
+            self.world.random(|rng| (rng.chance(weather.lost + weather.throttled), delay(rng, weather) + rng.millis(0..500)));
+        if lost || self.is_cut(by) {
+            return;
+        }
+        let network = Arc::clone(self);
+        self.world.after(
+            late,
+            Box::new(move |_| {
+                if !network.is_cut(owner) {
+                    network.bells[owner].send_modify(|count| *count += 1)
+                }
+            }),
+        );
+    }
+
     fn is_cut(&self, node: usize) -> bool {
         lock(&self.state).partitioned[node]
     }
@@ -109,8 +152,12 @@ type Reply<T> = Arc<Mutex<Option<oneshot::Sender<T>>>>;
 
 impl Link {
     /// One request. Lost, it is never answered, or by what `broken` says.
-    async fn request<T: Send + 'static>(&self, apply: impl Fn(&Network) -> T + Send + Sync + 'static, refused: T, broken: T) -> T {
+    async fn request<T: Send + 'static>(&self, apply: impl Fn(&Arc<Network>) -> T + Send + Sync + 'static, refused: T, broken: T) -> T {
         let (weather, world) = (self.network.weather(), &self.network.world);
+        if self.network.kept == Kept::Bucket && world.random(|rng| rng.chance(weather.throttled)) && !self.network.is_cut(self.node) {
+            world.sleep(world.random(|rng| delay(rng, weather))).await;
+            return broken;
+        }
         if world.random(|rng| rng.chance(weather.refused)) && !self.network.is_cut(self.node) {
             world.sleep(world.random(|rng| delay(rng, weather))).await;
             return refused;
@@ -203,19 +250,26 @@ impl RecordStore for Link {
     }
 
     fn changes(&self, id: SandboxId) -> Changes {
-        if self.network.hints { self.network.records.changes(id) } else { Changes::none() }
+        match self.network.kept {
+            Kept::Bucket => Changes::from_afar(self.network.bells[self.node].subscribe()),
+            Kept::Directory if self.network.hints => self.network.records.changes(id),
+            Kept::Directory => Changes::none(),
+        }
     }
 }
 
 impl Link {
     async fn write(&self, id: SandboxId, expected: Option<Stored>, next: &Record) -> Result<Stored, SwapError> {
         let (node, next) = (self.node, next.clone());
-        let apply = move |network: &Network| {
+        let apply = move |network: &Arc<Network>| {
             let before = network.records.read_now(id);
             let swapped = network.records.swap_now(id, expected.as_ref(), &next);
             if let Ok(after) = &swapped {
                 network.world.note(|| describe(node, &after.record));
                 network.truth.swapped(node, &name_of(node), before.as_ref().map(|before| &before.record), &after.record);
+                if network.kept == Kept::Bucket {
+                    network.ring(node, before.as_ref().map(|before| &before.record), &after.record);
+                }
             }
             swapped
         };

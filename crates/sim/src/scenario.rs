@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    network::{Network, Weather},
+    network::{Kept, Network, Weather},
     node::{Answer, Node},
     rng::Rng,
     truth::{Counts, Truth},
@@ -42,17 +42,24 @@ struct Scenario {
     nodes: Vec<Arc<Node>>,
     /// From here on nothing breaks any more.
     calm: AtomicBool,
+    kept: Kept,
     killed: AtomicBool,
     done: AtomicBool,
 }
 
-/// Runs one seed.
+/// Runs one seed with the records in a directory.
 #[must_use]
 pub fn run(seed: u64, faults: Faults, trace: bool) -> Outcome {
+    run_on(Kept::Directory, seed, faults, trace)
+}
+
+/// Runs one seed.
+#[must_use]
+pub fn run_on(kept: Kept, seed: u64, faults: Faults, trace: bool) -> Outcome {
     let count = 2 + (seed % 3) as usize;
     let world = World::new(seed, count, trace);
     let truth = Arc::new(Truth::new(&world));
-    let network = Network::new(&world, &truth, count);
+    let network = Network::new(&world, &truth, count, kept);
     let terms = Terms { patience: Duration::from_secs(45), ..Terms::default() };
     let (failing, yields, length, clients) =
         world.random(|rng| (if rng.chance(50) { 0 } else { 10 }, rng.chance(50), rng.millis(40_000..150_000), rng.within(1..4)));
@@ -64,6 +71,7 @@ pub fn run(seed: u64, faults: Faults, trace: bool) -> Outcome {
         truth: Arc::clone(&truth),
         nodes,
         calm: AtomicBool::new(false),
+        kept,
         killed: AtomicBool::new(false),
         done: AtomicBool::new(false),
     });
@@ -134,7 +142,12 @@ impl Scenario {
                     self.nodes[victim].clock.jump(jump);
                 }
                 _ => {
-                    let weather = self.world.random(weather);
+                    let mut weather = self.world.random(weather);
+                    if self.kept == Kept::Bucket {
+                        // Now and then nothing gets through.
+                        let throttled = [0, 0, 0, 20, 60, 100];
+                        weather.throttled = self.world.random(|rng| throttled[rng.index(throttled.len())]);
+                    }
                     self.world.note(|| format!("{weather:?}"));
                     self.network.set_weather(weather);
                 }
@@ -293,5 +306,5 @@ fn weather(rng: &mut Rng) -> Weather {
         return Weather::default();
     }
     let mut part = |most: u64| if rng.chance(60) { rng.within(0..most) } else { 0 };
-    Weather { lost: part(30), repeated: part(30), refused: part(20), slow: part(50), very_slow: part(15) }
+    Weather { lost: part(30), repeated: part(30), refused: part(20), slow: part(50), very_slow: part(15), throttled: 0 }
 }

@@ -12,10 +12,10 @@ use object_store::{
 
 use crate::record::Nonce;
 
-/// What one request for data may take. A pack has some tens of MiB.
-const DATA_REQUEST: Duration = Duration::from_secs(60);
+/// What one request for data may take. A pack has 12 MiB: four at once need 14 Mbit/s.
+const DATA_REQUEST: Duration = Duration::from_secs(30);
 /// How long data is asked for again and again.
-const DATA_PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const DATA_PATIENCE: Duration = Duration::from_secs(120);
 /// What one request for a record may take: its lease is running out meanwhile.
 const RECORD_REQUEST: Duration = Duration::from_secs(3);
 const CONNECT: Duration = Duration::from_secs(5);

@@ -8,11 +8,13 @@
 //! Why nothing is lost by it is argued step by step in `docs/design/2026-11-16-collecting-packs.md`. What the argument stands on: an intent comes before the
 //! first look at what others wrote; a list comes before the look at the intents; a list stays until its own collector has removed the last thing by it.
 
+mod bells;
 mod condemned;
 mod faults;
 mod intent;
 mod retention;
 mod scan;
+mod turn;
 mod usage;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -135,6 +137,8 @@ struct Seen {
     intents: BTreeMap<Nonce, Moment>,
     lists: BTreeMap<Nonce, Moment>,
     tombstones: BTreeMap<SandboxId, Moment>,
+    /// Who had collected last when this one looked; none: it has not looked.
+    turn: Option<Option<Nonce>>,
 }
 
 /// What a first scan finds.
@@ -263,6 +267,7 @@ impl Collector {
             done.staged_bytes += bytes;
         }
         self.remove_spent_lists().await?;
+        self.remove_old_bells().await;
         self.keep_reserve().await;
         Ok((done, no_room))
     }

@@ -95,7 +95,7 @@ pub enum About {
     Filesystem(Box<Filesystem>),
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
 pub(crate) fn example(sandbox_id: SandboxId) -> Contract {
     Contract {
         sandbox_id,

@@ -9,6 +9,8 @@
 //! filesystem/{tenant}/{name}.img                 the manifest of a filesystem snapshot
 //! images/{sha256}.img                            the manifest of a base image
 //! packs/{tenant}/{pack_id}.pack                  chunks, gathered
+//! bells/{digest}                                 an instance is told that somebody waits for a sandbox of its; in buckets alone
+//! collect/turn                                   who collected last
 //! collect/intents/{nonce}                        a writer is at work
 //! collect/condemned/{nonce}                      packs that a collector means to remove
 //! collect/reserve                                room for such a list
@@ -24,7 +26,7 @@ use uuid::Uuid;
 
 use crate::failpoint::Kind;
 use crate::filesystem::FilesystemName;
-use crate::record::Nonce;
+use crate::record::{InstanceId, Nonce};
 
 /// A text on the volume that is not the name it should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -352,6 +354,15 @@ pub(crate) fn all_packs() -> Path {
     Path::from("packs")
 }
 
+/// Where an instance is told of those who wait for its sandboxes. It may be called anything, so the name is a digest.
+pub(crate) fn bell(instance: &InstanceId) -> Path {
+    bells().join(blake3::hash(instance.as_str().as_bytes()).to_hex().as_str())
+}
+
+pub(crate) fn bells() -> Path {
+    Path::from("bells")
+}
+
 pub(crate) fn intents() -> Path {
     Path::from("collect").join("intents")
 }
@@ -366,6 +377,11 @@ pub(crate) fn condemned_lists() -> Path {
 
 pub(crate) fn condemned(name: Nonce) -> Path {
     condemned_lists().join(name.to_string())
+}
+
+/// Who collected last.
+pub(crate) fn turn() -> Path {
+    Path::from("collect").join("turn")
 }
 
 pub(crate) fn reserve() -> Path {

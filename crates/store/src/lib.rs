@@ -12,6 +12,8 @@ mod bucket;
 mod cache;
 pub mod chunker;
 pub mod collect;
+#[cfg(feature = "testing")]
+pub mod conformance;
 pub mod contract;
 mod error;
 pub mod failpoint;

@@ -23,8 +23,10 @@ use crate::manifest::{Chunk, FileEntry, Manifest};
 use crate::pack::{self, Decoder};
 use crate::volume::Volume;
 
-/// Spans that are fetched while others are decoded.
+/// Spans that are fetched while others are decoded, in the order in which a restore wants them. They are a MiB at most.
 const READ_AHEAD: usize = 2;
+/// The same of a bucket, where each takes some tens of milliseconds before its first byte comes.
+const READ_AHEAD_FAR: usize = 16;
 const LOADS_AT_ONCE: usize = 2;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -102,8 +104,9 @@ impl Loader {
         sink: Sink,
         spans: impl Iterator<Item = Span> + Send + 'a,
     ) -> impl Stream<Item = Result<u64>> + Send + 'a {
+        let read_ahead = if self.volume.is_far() { READ_AHEAD_FAR } else { READ_AHEAD };
         let work = Arc::new(Work { chunk_key: manifest.tenant().chunk_key(), sink, idle: Mutex::default() });
-        let fetches = stream::iter(spans).map(move |span| async move { (self.fetch(manifest, &span).await, span) }).buffered(READ_AHEAD);
+        let fetches = stream::iter(spans).map(move |span| async move { (self.fetch(manifest, &span).await, span) }).buffered(read_ahead);
         let decodes = fetches.map(move |(fetched, span)| {
             let work = Arc::clone(&work);
             async move {

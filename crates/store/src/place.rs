@@ -10,7 +10,7 @@ use crate::{
     bucket::{Bucket, BucketUrl},
     failpoint::FailPoints,
     local::LocalStore,
-    record::{BucketRecords, Codec, DirectoryRecords, RecordStore},
+    record::{BucketRecords, Codec, DirectoryRecords, InstanceId, RecordStore},
     volume::Volume,
 };
 
@@ -62,14 +62,16 @@ impl Place {
         }
     }
 
+    /// `me` is told of those who wait for its sandboxes.
+    ///
     /// # Errors
     /// As [`Place::volume`].
-    pub fn records(&self, codec: Codec, points: FailPoints) -> io::Result<Arc<dyn RecordStore>> {
+    pub fn records(&self, codec: Codec, points: FailPoints, me: Option<InstanceId>) -> io::Result<Arc<dyn RecordStore>> {
         match self {
             Self::Directory(path) => Ok(Arc::new(DirectoryRecords::open(path, codec, points)?)),
             Self::Bucket(url) => {
                 let Bucket { reading, writing, .. } = Bucket::open(url)?;
-                Ok(Arc::new(BucketRecords::new(reading, writing, codec)))
+                Ok(Arc::new(BucketRecords::new(reading, writing, codec, me)))
             }
         }
     }
@@ -104,12 +106,24 @@ fn mounted_bucket(table: &str, path: &Path) -> Result<Option<BucketUrl>, String>
     let prefix = [root.trim_matches('/'), below.as_str()].into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("/");
     // Mountpoint says who it is in place of what it shows.
     let kind = if kind == "fuse" { source.as_str() } else { kind.strip_prefix("fuse.").unwrap_or(kind) };
+    let refused = |url: String| {
+        let path = path.display();
+        Err(format!("{path} is a bucket mounted by {kind}, which has no atomic operations; use its URL instead: {url}"))
+    };
+    let below = |bucket: &str| if prefix.is_empty() { bucket.to_owned() } else { format!("{bucket}/{prefix}") };
     match kind {
-        "gcsfuse" => format!("gs://{source}/{prefix}").parse().map(Some),
-        "s3fs" | "mountpoint-s3" | "goofys" | "geesefs" | "rclone" | "gcsfs" => Err(format!(
-            "{} is a bucket mounted by {kind}, which has no atomic operations; use its URL instead: s3://BUCKET/{prefix} or gs://BUCKET/{prefix}",
-            path.display()
-        )),
+        // Mounted without a bucket's name it shows all that it may see, each as a directory.
+        "gcsfuse" if source == "gcsfuse" => format!("gs://{prefix}").parse().map(Some),
+        "gcsfuse" => format!("gs://{}", below(&source)).parse().map(Some),
+        // `bucket` or `bucket:prefix`.
+        "goofys" | "geesefs" if source != kind => format!("s3://{}", below(&source.replacen(':', "/", 1))).parse().map(Some),
+        "s3fs" | "mountpoint-s3" | "goofys" | "geesefs" => refused(format!("s3://{}", below("BUCKET"))),
+        // `remote:bucket/prefix`; of what kind the remote is only rclone knows.
+        "rclone" => {
+            let bucket = source.split_once(':').map_or("BUCKET", |(_, bucket)| bucket.trim_matches('/'));
+            refused(format!("s3://{0} or gs://{0}", below(bucket)))
+        }
+        "gcsfs" => refused(format!("gs://{}", below("BUCKET"))),
         _ => Ok(None),
     }
 }
@@ -131,6 +145,11 @@ mod tests {
 41 22 0:41 / /mnt/s3\\040data rw - fuse.s3fs s3fs rw
 42 22 0:42 / /mnt/mountpoint rw - fuse mountpoint-s3 rw
 43 40 254:0 / /gcs/local rw - ext4 /dev/other rw
+44 22 0:44 / /all rw - fuse.gcsfuse gcsfuse rw
+45 22 0:45 /sub /mnt/part rw - fuse.gcsfuse my-bucket rw
+46 22 0:46 / /mnt/geese rw - fuse.geesefs my-bucket:some/where rw
+47 22 0:47 / /mnt/rclone rw - fuse.rclone work:my-bucket/deep rw
+48 22 0:48 / /mnt/ssh rw - fuse.sshfs me@there:/srv rw
 ";
 
     fn bucket(path: &str) -> Result<Option<String>, String> {
@@ -146,7 +165,13 @@ mod tests {
         assert_eq!(bucket("/var/lib"), Ok(None));
         let refused = bucket("/mnt/s3 data/a/b").unwrap_err();
         assert!(refused.contains("s3://BUCKET/a/b"), "{refused}");
-        assert!(bucket("/mnt/mountpoint").is_err());
+        assert!(bucket("/mnt/mountpoint").unwrap_err().ends_with("s3://BUCKET"));
+        assert_eq!(bucket("/all/a-bucket/x"), Ok(Some("gs://a-bucket/x".to_owned())));
+        assert!(bucket("/all").is_err(), "it is no bucket");
+        assert_eq!(bucket("/mnt/part/x"), Ok(Some("gs://my-bucket/sub/x".to_owned())));
+        assert_eq!(bucket("/mnt/geese/x"), Ok(Some("s3://my-bucket/some/where/x".to_owned())));
+        assert!(bucket("/mnt/rclone/x").unwrap_err().contains("s3://my-bucket/deep/x or gs://my-bucket/deep/x"));
+        assert_eq!(bucket("/mnt/ssh"), Ok(None));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! (`change.rs`). A checkpoint counts when the record names it; nothing else on the volume decides anything. Nobody ever compares the
 //! record's times with a clock: they are for people.
 
+mod bell;
 mod bucket;
 mod change;
 mod codec;

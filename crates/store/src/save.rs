@@ -9,7 +9,7 @@
 //! note where each chunk lies ◄──────────────────────┘ the last pack; then every pack that is relied upon is looked at
 //! ```
 //!
-//! Memory: [`PACKS_IN_MEMORY`] packs and a few MiB a worker, however large the files.
+//! Memory: [`PACKS_IN_MEMORY`] packs, or [`PACKS_IN_MEMORY_FAR`], and a few MiB a worker, however large the files.
 
 mod job;
 #[cfg(feature = "simulated")]
@@ -39,6 +39,8 @@ use crate::volume::Volume;
 
 /// Of all saves together: one fills while one is written. At least as many as saves at once, or those would wait for each other.
 const PACKS_IN_MEMORY: usize = 2;
+/// The same for a bucket: each is sent by a connection of its own, which alone is slower than the processors are.
+const PACKS_IN_MEMORY_FAR: usize = 4;
 /// More would not be faster on the machine's cores.
 const SAVES_AT_ONCE: usize = 2;
 
@@ -102,19 +104,23 @@ pub struct Saver {
     pack_bytes: usize,
     turns: Arc<Semaphore>,
     memory: Arc<Semaphore>,
+    /// As many as there is room for.
+    packs: usize,
     writer: Writer,
 }
 
 impl Saver {
     #[must_use]
     pub fn new(volume: Volume, index: ChunkIndex) -> Self {
+        let packs = if volume.is_far() { PACKS_IN_MEMORY_FAR } else { PACKS_IN_MEMORY };
         Self {
             volume,
             index,
             workers: crate::workers(),
             pack_bytes: pack::TARGET_BYTES,
             turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)),
-            memory: Arc::new(Semaphore::new(PACKS_IN_MEMORY)),
+            memory: Arc::new(Semaphore::new(packs)),
+            packs,
             writer: Writer::default(),
         }
     }
@@ -255,7 +261,7 @@ impl Saver {
         let known = Hints { known, index: self.index.clone(), condemned: Arc::clone(condemned) };
         let job = Arc::new(Job::new(tenant, files, known, Arc::clone(&self.memory), self.pack_bytes));
         let stop = StopOnDrop(&job);
-        let (full, packs) = mpsc::channel(PACKS_IN_MEMORY);
+        let (full, packs) = mpsc::channel(self.packs);
         let workers: Vec<_> = (0..self.workers)
             .map(|_| {
                 let (job, full) = (Arc::clone(&job), full.clone());
@@ -265,7 +271,7 @@ impl Saver {
         drop(full);
         let uploads = stream::unfold(packs, |mut packs| async move { Some((packs.recv().await?, packs)) });
         let uploader = self.clone();
-        let mut uploads = std::pin::pin!(uploads.map(move |pack| uploader.clone().upload(tenant, pack)).buffer_unordered(PACKS_IN_MEMORY));
+        let mut uploads = std::pin::pin!(uploads.map(move |pack| uploader.clone().upload(tenant, pack)).buffer_unordered(self.packs));
         let mut uploaded = Ok(());
         // To the end also after a failure: a write that was begun goes on whether it is waited for or not.
         while let Some(upload) = uploads.next().await {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path as OsPath, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -11,6 +11,7 @@ use object_store::path::Path;
 use object_store::{ListResult, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
 use sandboxer_protocol::SandboxId;
 
+use crate::bucket::DATA_PATIENCE;
 use crate::error::{Error, Fault, Result};
 use crate::failpoint::FailPoints;
 use crate::key::VolumeKey;
@@ -23,6 +24,8 @@ use crate::record::Nonce;
 const MAX_METADATA_BYTES: usize = 1 << 20;
 const MAX_LATEST_BYTES: usize = 256;
 const LOOKS_AT_ONCE: usize = 8;
+/// Twice what a bucket's list may be behind. Amazon's and Google's are not; what speaks like them may be, a little.
+const LISTED_LATE: Duration = Duration::from_secs(2);
 /// Between a list that was torn and the next try.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
@@ -35,6 +38,8 @@ pub struct Volume {
     directory: Option<Arc<LocalStore>>,
     /// Its client asks again where an answer is lost, and so do we.
     asks_again: bool,
+    /// Twice what a list of it may be behind, unless it is a directory.
+    listed_late: Duration,
     key: Option<Arc<VolumeKey>>,
 }
 
@@ -51,19 +56,26 @@ impl Volume {
     #[must_use]
     pub fn in_directory(store: LocalStore) -> Self {
         let store = Arc::new(store);
-        Self { directory: Some(Arc::clone(&store)), store, asks_again: false, key: None }
+        Self { directory: Some(Arc::clone(&store)), store, asks_again: false, listed_late: Duration::ZERO, key: None }
     }
 
     /// The volume on any store whose writes are durable when they return.
     #[must_use]
     pub fn on(store: Arc<dyn ObjectStore>) -> Self {
-        Self { store, directory: None, asks_again: false, key: None }
+        Self { store, directory: None, asks_again: false, listed_late: Duration::ZERO, key: None }
     }
 
     /// The same on a store whose client repeats a request that got no answer.
     #[must_use]
-    pub(crate) fn asking_again(mut self) -> Self {
+    pub fn asking_again(mut self) -> Self {
         self.asks_again = true;
+        self.listed_late(LISTED_LATE)
+    }
+
+    /// The same on a store whose lists may be behind by half of this.
+    #[must_use]
+    pub fn listed_late(mut self, late: Duration) -> Self {
+        self.listed_late = late;
         self
     }
 
@@ -189,6 +201,41 @@ impl Volume {
         self.listed(&layout::checkpoints(sandbox), |name| name.parse().ok()).await
     }
 
+    /// Those of all sandboxes that left anything on the volume, by one list of everything: a page for a thousand objects.
+    pub(crate) async fn all_checkpoints(&self) -> Result<BTreeMap<SandboxId, Vec<(CheckpointName, u64)>>> {
+        let (root, mut pause) = (Path::default(), FIRST_PAUSE);
+        loop {
+            let mut all: BTreeMap<SandboxId, Vec<_>> = BTreeMap::new();
+            let mut objects = self.store.list(None);
+            let listed = loop {
+                let object = match objects.next().await {
+                    Some(Ok(object)) => object,
+                    Some(Err(error)) => break Err(error),
+                    None => break Ok(()),
+                };
+                let mut parts = object.location.parts();
+                let Some(id) = parts.next().and_then(|first| first.as_ref().parse::<SandboxId>().ok()) else { continue };
+                let of_sandbox = all.entry(id).or_default();
+                if object.location.prefix_matches(&layout::checkpoints(id))
+                    && let Some(name) = object.location.filename().and_then(|name| name.parse().ok())
+                {
+                    of_sandbox.push((name, object.size));
+                }
+            };
+            match listed {
+                Err(object_store::Error::Generic { .. }) if self.asks_again && pause < LONGEST_PAUSE => {
+                    tokio::time::sleep(pause.mul_f64(rand::random_range(0.5..1.5))).await;
+                    pause *= 2;
+                }
+                Err(error) => return Err(Error::volume("list", &root, error)),
+                Ok(()) => {
+                    all.values_mut().for_each(|listed| listed.sort_unstable());
+                    return Ok(all);
+                }
+            }
+        }
+    }
+
     pub(crate) async fn snapshots_with_bytes(&self) -> Result<Vec<(SnapshotId, u64)>> {
         self.listed(&layout::snapshots(), |name| name.strip_suffix(".img")?.parse().ok()).await
     }
@@ -221,13 +268,18 @@ impl Volume {
         self.names(&layout::condemned_lists(), |name| name.parse().ok()).await
     }
 
+    /// Every request has a way to go: more of them at once are faster.
+    pub(crate) fn is_far(&self) -> bool {
+        self.asks_again
+    }
+
     pub(crate) fn is_directory(&self) -> bool {
         self.directory.is_some()
     }
 
     /// How old a listing may be.
     pub(crate) fn seen_late(&self) -> Duration {
-        self.directory.as_ref().map_or(Duration::ZERO, |directory| directory.seen_late())
+        self.directory.as_ref().map_or(self.listed_late, |directory| directory.seen_late())
     }
 
     /// What writers have not named yet, or died before they could, with its bytes.
@@ -253,7 +305,7 @@ impl Volume {
         loop {
             match self.store.list_with_delimiter(dir).await {
                 Err(object_store::Error::Generic { .. }) if self.asks_again && pause < LONGEST_PAUSE => {
-                    tokio::time::sleep(pause).await;
+                    tokio::time::sleep(pause.mul_f64(rand::random_range(0.5..1.5))).await;
                     pause *= 2;
                 }
                 done => return done,
@@ -298,12 +350,26 @@ impl Volume {
     }
 
     pub(crate) async fn put(&self, path: &Path, payload: PutPayload, mode: PutMode) -> Result<()> {
-        let (once, written) = (mode == PutMode::Create && self.asks_again, payload.clone());
-        match self.store.put_opts(path, payload, PutOptions::from(mode)).await {
-            // A bucket is asked again when its answer is lost: what is there may be this very write.
-            Err(object_store::Error::AlreadyExists { .. }) if once && self.holds(path, &written).await? => Ok(()),
-            Err(error) => Err(Error::volume("write", path, error)),
-            Ok(_) => Ok(()),
+        if mode == PutMode::Create && self.asks_again {
+            return self.create_far(path, payload).await;
+        }
+        let put = self.store.put_opts(path, payload, PutOptions::from(mode)).await;
+        put.map(drop).map_err(|error| Error::volume("write", path, error))
+    }
+
+    /// A client does not repeat a conditional write that got no answer, since it can't know what became of it. Here that can be seen.
+    async fn create_far(&self, path: &Path, payload: PutPayload) -> Result<()> {
+        let (begun, mut pause) = (Instant::now(), FIRST_PAUSE);
+        loop {
+            match self.store.put_opts(path, payload.clone(), PutOptions::from(PutMode::Create)).await {
+                // What is there may be this very write.
+                Err(object_store::Error::AlreadyExists { .. }) if self.holds(path, &payload).await? => return Ok(()),
+                Err(object_store::Error::Generic { .. }) if begun.elapsed() < DATA_PATIENCE => {
+                    tokio::time::sleep(pause.mul_f64(rand::random_range(0.5..1.5))).await;
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                put => return put.map(drop).map_err(|error| Error::volume("write", path, error)),
+            }
         }
     }
 

@@ -575,3 +575,21 @@ async fn a_filesystem_snapshot_keeps_its_data_until_it_is_replaced_or_deleted() 
     collector.collect().await.unwrap();
     assert!(here.below("packs").is_empty() && here.below("collect/intents").is_empty(), "{:?}", here.files());
 }
+
+#[tokio::test]
+async fn of_many_instances_one_collects_in_a_period() {
+    let here = Here::new();
+    let instances: Vec<_> = (0..10).map(|number| here.collector(&format!("c{number}"))).collect();
+    for instance in &instances {
+        instance.look_at_turn().await.unwrap();
+    }
+    for period in 0..3 {
+        let mut collected = 0;
+        for number in 0..instances.len() {
+            // They come in another order each time.
+            let instance = &instances[(number + period * 3) % instances.len()];
+            collected += usize::from(!instance.collect_in_turn().await.unwrap().left_to_another);
+        }
+        assert!((1..=2).contains(&collected), "{collected} have collected");
+    }
+}

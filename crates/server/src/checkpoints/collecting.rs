@@ -20,10 +20,13 @@ impl Checkpoints {
         let collector = Collector::new(self.volume.clone(), records, Arc::new(BootClock), me, terms);
         collector.keep_reserve().await;
         let Some(every) = self.collection.every else { return };
+        if let Err(error) = collector.look_at_turn().await {
+            debug!(error = error.whole(), "who collected last could not be seen");
+        }
         loop {
             // Not all instances at the same moment.
             tokio::time::sleep(every.mul_f64(rand::random_range(0.75..1.25))).await;
-            match collector.collect_unless_another_does().await {
+            match collector.collect_in_turn().await {
                 Ok(done) => tell(&done, &metrics),
                 Err(error) => warn!(error = error.whole(), "the volume could not be collected; it is tried again"),
             }

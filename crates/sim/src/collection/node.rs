@@ -47,7 +47,7 @@ impl Node {
     pub(super) fn new(index: usize, shared: &Arc<Shared>, faults: CollectFaults) -> Arc<Self> {
         let clock = Arc::new(NodeClock::new(&shared.world));
         let link = Arc::new(Link(Arc::clone(shared)));
-        let volume = Volume::on(link.clone());
+        let volume = Volume::on(link.clone()).listed_late(shared.listed_late() * 2);
         let writer = Writer::new(name_of(index), clock.clone(), LONGEST).with_faults(faults);
         Arc::new(Self {
             index,

@@ -22,7 +22,10 @@ use sandboxer_store::{
 use tokio::sync::oneshot;
 
 use super::CollectionCounts;
-use crate::world::{World, lock};
+use crate::{
+    network::Kept,
+    world::{World, lock},
+};
 
 /// What all nodes share, and what an observer knows of it.
 pub(super) struct Shared {
@@ -30,7 +33,11 @@ pub(super) struct Shared {
     objects: InMemory,
     pub(super) records: MemoryRecords,
     state: Mutex<State>,
+    kept: Kept,
 }
+
+/// What a bucket's list is behind at most.
+const BEHIND: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 struct State {
@@ -39,12 +46,19 @@ struct State {
     there: BTreeSet<Path>,
     counts: CollectionCounts,
     calm: bool,
+    /// What came to a bucket, and when; and what left it.
+    came: BTreeMap<Path, Duration>,
+    went: Vec<(ObjectMeta, Duration)>,
 }
 
 impl Shared {
-    pub(super) fn new(world: &Arc<World>) -> Arc<Self> {
+    pub(super) fn new(world: &Arc<World>, kept: Kept) -> Arc<Self> {
         let (objects, records) = (InMemory::new(), MemoryRecords::default());
-        Arc::new(Self { world: Arc::clone(world), objects, records, state: Mutex::default() })
+        Arc::new(Self { world: Arc::clone(world), objects, records, state: Mutex::default(), kept })
+    }
+
+    pub(super) fn listed_late(&self) -> Duration {
+        if self.kept == Kept::Bucket { BEHIND } else { Duration::ZERO }
     }
 
     pub(super) fn count(&self, count: impl FnOnce(&mut CollectionCounts)) {
@@ -79,6 +93,7 @@ impl Shared {
                 state.names.insert(path.clone(), packs.unwrap_or_default());
             }
             state.there.insert(path.clone());
+            state.came.insert(path.clone(), self.world.now());
             state.names.get(path).and_then(|packs| packs.iter().find(|pack| !state.there.contains(*pack)).cloned())
         };
         if let Some(pack) = lacking {
@@ -111,6 +126,37 @@ impl Shared {
         {
             self.world.violated(format!("{path} was removed, and its record names it"));
         }
+    }
+
+    fn gone(&self, about: ObjectMeta) {
+        let at = self.world.now();
+        let mut state = lock(&self.state);
+        state.went.retain(|(_, went)| *went + BEHIND >= at);
+        state.went.push((about, at));
+    }
+
+    /// A list, of a bucket as it was a moment ago.
+    fn listed(&self, prefix: Option<&Path>) -> StoreResult<ListResult> {
+        let mut listed = now(self.objects.list_with_delimiter(prefix))?;
+        if self.kept == Kept::Directory || !self.is_lucky(50) {
+            return Ok(listed);
+        }
+        let then = self.world.now().saturating_sub(self.world.random(|rng| rng.millis(0..BEHIND.as_millis() as u64)));
+        let state = lock(&self.state);
+        listed.objects.retain(|object| state.came.get(&object.location).is_none_or(|came| *came <= then));
+        let before = |object: &ObjectMeta| state.came.get(&object.location).is_some_and(|came| *came <= then);
+        for (object, _) in state.went.iter().filter(|(object, went)| *went > then && before(object)) {
+            let root = Path::default();
+            let Some(mut rest) = object.location.prefix_match(prefix.unwrap_or(&root)) else { continue };
+            let (Some(first), more) = (rest.next(), rest.next().is_some()) else { continue };
+            let place = prefix.unwrap_or(&root).clone().join(first);
+            if more && !listed.common_prefixes.contains(&place) {
+                listed.common_prefixes.push(place);
+            } else if !more && !listed.objects.iter().any(|there| there.location == object.location) {
+                listed.objects.push(object.clone());
+            }
+        }
+        Ok(listed)
     }
 
     fn delay(&self) -> Duration {
@@ -218,7 +264,11 @@ impl ObjectStore for Link {
                 let location = location?;
                 let target = location.clone();
                 link.request(move |shared| {
+                    let about = now(shared.objects.head(&target));
                     let removed = now(shared.objects.delete(&target));
+                    if let Ok(about) = about {
+                        shared.gone(about);
+                    }
                     shared.world.note(|| format!("removed {target}"));
                     shared.left(&target);
                     removed
@@ -236,7 +286,7 @@ impl ObjectStore for Link {
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> StoreResult<ListResult> {
         let prefix = prefix.cloned();
-        self.request(move |shared| now(shared.objects.list_with_delimiter(prefix.as_ref()))).await
+        self.request(move |shared| shared.listed(prefix.as_ref())).await
     }
 
     async fn copy_opts(&self, _: &Path, _: &Path, _: CopyOptions) -> StoreResult<()> {

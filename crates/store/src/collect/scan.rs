@@ -15,6 +15,8 @@ use crate::volume::Volume;
 
 /// Manifests that are read at once.
 const READS_AT_ONCE: usize = 8;
+/// Records of a bucket that are read at once.
+const RECORDS_AT_ONCE: usize = 16;
 /// Records that are listed at a time.
 const PAGE: usize = 1000;
 
@@ -60,27 +62,38 @@ pub(super) struct Scan {
 impl Scan {
     pub(super) async fn of(volume: &Volume, records: &dyn RecordStore, retention: Retention, known: &Known) -> Result<Self> {
         let mut scan = Self::default();
-        let dirs: BTreeSet<SandboxId> = volume.sandboxes().await?.into_iter().collect();
-        let recorded = all_records(records).await?;
-        for id in &dirs {
-            let listed = volume.checkpoints_with_bytes(*id).await?;
-            let places = listed.iter().map(|(name, bytes)| (ManifestAt::Checkpoint { sandbox_id: *id, name: *name }, *bytes));
-            scan.read(volume, places.collect(), known).await?;
-            let names: Vec<CheckpointName> = listed.into_iter().map(|(name, _)| name).collect();
-            // After the listing: what it names is there, or is newer than all that was listed.
-            match records.read(*id).await {
-                Ok(Some(stored)) => scan.settle(*id, &names, stored, retention),
-                // It was made and buried meanwhile, or nobody knows of it.
-                Ok(None) => {}
-                Err(ReadError::Bad(why)) => scan.bad_records.push(format!("locks/{id}.lock: {why}")),
-                Err(error @ ReadError::Unavailable(_)) => return Err(Error::Invalid(error.to_string())),
+        let (dirs, recorded) = if volume.is_far() {
+            // One list of all, and the records while others are under way: a request for each sandbox, one after the other, would take hours.
+            let all = volume.all_checkpoints().await?;
+            let recorded = all_records(records).await?;
+            let dirs: BTreeSet<SandboxId> = all.keys().copied().collect();
+            let of = |(id, listed): (&SandboxId, &Vec<(CheckpointName, u64)>)| places(*id, listed);
+            scan.read(volume, all.iter().flat_map(of).collect(), known).await?;
+            let mut reads =
+                stream::iter(all).map(|(id, listed)| async move { (id, listed, records.read(id).await) }).buffered(RECORDS_AT_ONCE);
+            while let Some((id, listed, read)) = reads.next().await {
+                scan.weigh(id, &listed, read, retention)?;
             }
-        }
-        for id in recorded.difference(&dirs) {
-            if let Ok(Some(tombstone)) = records.read(*id).await
+            (dirs, recorded)
+        } else {
+            let dirs: BTreeSet<SandboxId> = volume.sandboxes().await?.into_iter().collect();
+            let recorded = all_records(records).await?;
+            for id in &dirs {
+                let listed = volume.checkpoints_with_bytes(*id).await?;
+                scan.read(volume, places(*id, &listed), known).await?;
+                // After the listing: what it names is there, or is newer than all that was listed.
+                scan.weigh(*id, &listed, records.read(*id).await, retention)?;
+            }
+            (dirs, recorded)
+        };
+        let without: Vec<SandboxId> = recorded.difference(&dirs).copied().collect();
+        let at_once = if volume.is_far() { RECORDS_AT_ONCE } else { 1 };
+        let mut reads = stream::iter(without).map(|id| async move { (id, records.read(id).await) }).buffered(at_once);
+        while let Some((id, read)) = reads.next().await {
+            if let Ok(Some(tombstone)) = read
                 && tombstone.record.tombstone.is_some()
             {
-                scan.ended.push(Ended { id: *id, tombstone, has_files: false });
+                scan.ended.push(Ended { id, tombstone, has_files: false });
             }
         }
         let snapshots = volume.snapshots_with_bytes().await?.into_iter();
@@ -101,6 +114,25 @@ impl Scan {
     pub(super) fn needed(&self, without: &BTreeSet<ManifestAt>) -> BTreeSet<(Tenant, PackId)> {
         let stay = self.manifests.iter().filter(|(at, _)| !without.contains(at));
         stay.filter_map(|(_, found)| found.facts.as_ref().ok()).flat_map(|facts| facts.packs.iter().copied()).collect()
+    }
+
+    /// What a record says of the checkpoints that were listed before it was read.
+    fn weigh(
+        &mut self,
+        id: SandboxId,
+        listed: &[(CheckpointName, u64)],
+        read: std::result::Result<Option<Stored>, ReadError>,
+        retention: Retention,
+    ) -> Result<()> {
+        let names: Vec<CheckpointName> = listed.iter().map(|(name, _)| *name).collect();
+        match read {
+            Ok(Some(stored)) => self.settle(id, &names, stored, retention),
+            // It was made and buried meanwhile, or nobody knows of it.
+            Ok(None) => {}
+            Err(ReadError::Bad(why)) => self.bad_records.push(format!("locks/{id}.lock: {why}")),
+            Err(error @ ReadError::Unavailable(_)) => return Err(Error::Invalid(error.to_string())),
+        }
+        Ok(())
     }
 
     fn settle(&mut self, id: SandboxId, names: &[CheckpointName], stored: Stored, retention: Retention) {
@@ -155,6 +187,10 @@ impl Facts {
             automatic: manifest.contract().is_some_and(|contract| contract.automatic),
         }
     }
+}
+
+fn places(id: SandboxId, listed: &[(CheckpointName, u64)]) -> Vec<(ManifestAt, u64)> {
+    listed.iter().map(|(name, bytes)| (ManifestAt::Checkpoint { sandbox_id: id, name: *name }, *bytes)).collect()
 }
 
 async fn all_records(records: &dyn RecordStore) -> Result<BTreeSet<SandboxId>> {

@@ -91,7 +91,7 @@ impl Driver {
         if let Some(stored) = self.current.clone() {
             self.show(&stored);
         }
-        let mut look_at = self.now() + self.leases.terms.owner_poll;
+        let mut look_at = self.next_look();
         loop {
             self.note_time();
             if self.take_commands() {
@@ -103,10 +103,12 @@ impl Driver {
                     Flow::Wait(length) => self.idle(length).await,
                     Flow::Ended => return,
                 }
+                // A swap that succeeds has looked too.
+                look_at = self.next_look();
                 continue;
             }
             if self.now() >= look_at {
-                look_at = self.now() + self.leases.terms.owner_poll;
+                look_at = self.next_look();
                 if let Flow::Ended = self.look().await {
                     return;
                 }
@@ -142,6 +144,12 @@ impl Driver {
             || !self.pending.is_empty()
             || self.current.is_none()
             || self.now() >= self.tenure.renew_at(&self.leases.terms)
+    }
+
+    /// Who is told of waiters wherever they are finds those that it was not told of when it renews, before this.
+    fn next_look(&self) -> Moment {
+        let terms = &self.leases.terms;
+        self.now() + if self.changes.are_from_afar() { terms.renewal * 2 } else { terms.owner_poll }
     }
 
     fn next_wake(&self, look_at: Moment) -> Moment {

@@ -1,8 +1,9 @@
 //! Records in a bucket: one object each, replaced under the condition that it still is the version that was read.
 //!
 //! The nonce in a record makes every version's bytes differ, and so its ETag, which for S3 is a digest of the content.
+//! A bucket tells nobody of changes; whoever registers as a waiter rings the owner's bell ([`super::bell`]).
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -10,21 +11,28 @@ use futures_util::{StreamExt, TryStreamExt};
 use object_store::{Error as StoreError, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion, path::Path};
 use sandboxer_protocol::SandboxId;
 
-use super::{BadRecord, Changes, Codec, MAX_RECORD_BYTES, ReadError, Record, RecordStore, Stored, SwapError, Tag};
+use super::bell::Bells;
+use super::{BadRecord, Changes, Codec, InstanceId, MAX_RECORD_BYTES, ReadError, Record, RecordStore, Stored, SwapError, Tag};
 use crate::layout;
+
+/// What telling an owner may add to a swap.
+const RING: Duration = Duration::from_secs(1);
 
 pub struct BucketRecords {
     /// Asks again where an answer is lost.
     reading: Arc<dyn ObjectStore>,
     /// Asks once.
     writing: Arc<dyn ObjectStore>,
+    bells: Bells,
     codec: Codec,
 }
 
 impl BucketRecords {
+    /// As instance `me` sees them; whoever is none is told of nothing.
     #[must_use]
-    pub fn new(reading: Arc<dyn ObjectStore>, writing: Arc<dyn ObjectStore>, codec: Codec) -> Self {
-        Self { reading, writing, codec }
+    pub fn new(reading: Arc<dyn ObjectStore>, writing: Arc<dyn ObjectStore>, codec: Codec, me: Option<InstanceId>) -> Self {
+        let bells = Bells::new(Arc::clone(&reading), Arc::clone(&writing), me);
+        Self { reading, writing, bells, codec }
     }
 
     async fn put(&self, id: SandboxId, record: &Record, mode: PutMode) -> Result<Stored, SwapError> {
@@ -98,7 +106,14 @@ impl RecordStore for BucketRecords {
         if next.sequence != expected.record.sequence + 1 {
             return Err(BadRecord::Malformed("a version must follow the one it replaces".to_owned()).into());
         }
-        self.put(id, next, PutMode::Update(version(&expected.tag))).await
+        let swapped = self.put(id, next, PutMode::Update(version(&expected.tag))).await?;
+        let asks = |record: &Record| record.waiter.as_ref().map(|waiter| waiter.nonce);
+        // Once for each that waits, not for each sign of life that it gives.
+        if let Some(owner) = next.owner.as_ref().filter(|_| asks(next).is_some() && asks(next) != asks(&expected.record)) {
+            // Whoever can't be told in time finds out by itself.
+            let _ = tokio::time::timeout(RING, self.bells.ring(owner, id)).await;
+        }
+        Ok(swapped)
     }
 
     /// There is no removing of one version alone. None is needed: nobody writes behind a tombstone, nor makes a record for an id that has had one.
@@ -122,14 +137,14 @@ impl RecordStore for BucketRecords {
             None => self.reading.list(Some(&dir)),
         };
         let found = |path: &Path| path.filename()?.strip_suffix(".lock")?.parse::<SandboxId>().ok();
-        // Buckets list in order.
+        // Buckets list in order. Not all know of an offset.
+        let found = move |path: &Path| found(path).filter(|id| after.is_none_or(|after| *id > after));
         let ids = listed.try_filter_map(move |object| std::future::ready(Ok(found(&object.location))));
         ids.take(limit).try_collect().await.map_err(|error: StoreError| unavailable(&error))
     }
 
-    /// A bucket tells nobody.
-    fn changes(&self, _: SandboxId) -> Changes {
-        Changes::none()
+    fn changes(&self, id: SandboxId) -> Changes {
+        self.bells.subscribe(id).map_or_else(Changes::none, Changes::from_afar)
     }
 }
 
@@ -146,7 +161,7 @@ mod tests {
     impl Subject for Memory {
         fn view(&self) -> Arc<dyn RecordStore> {
             let store: Arc<dyn ObjectStore> = Arc::<InMemory>::clone(&self.0);
-            Arc::new(BucketRecords::new(Arc::clone(&store), store, Codec::default()))
+            Arc::new(BucketRecords::new(Arc::clone(&store), store, Codec::default(), "one".parse().ok()))
         }
     }
 

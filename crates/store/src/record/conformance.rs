@@ -12,7 +12,7 @@ use super::{Nonce, OwnerChange, Record, RecordStore, Stamp, Stored, SwapError};
 
 /// One implementation under test.
 pub trait Subject: Sync {
-    /// The store as one instance sees it. Every call is another instance.
+    /// The store as one instance sees it. Every call is another instance; those that hear of waiters are all called `one`.
     fn view(&self) -> Arc<dyn RecordStore>;
 }
 
@@ -223,7 +223,10 @@ pub async fn a_change_is_hinted_at_where_hints_are_told(subject: &impl Subject) 
     let mut stored = store.create(id, &first()).await.unwrap();
     let mut changes = store.changes(id);
     for _ in 0..3 {
-        stored = subject.view().swap(id, &stored, &renewed(&stored)).await.unwrap();
+        // From afar only of those who wait for what the one who listens owns.
+        let waits = changes.are_from_afar();
+        let next = if waits { stored.record.awaited(&"two".parse().unwrap(), Nonce::random(), stamp()) } else { renewed(&stored) };
+        stored = subject.view().swap(id, &stored, &next).await.unwrap();
         let hinted = tokio::time::timeout(Duration::from_secs(10), changes.next()).await;
         assert!(hinted.is_ok() || !changes.are_told());
     }

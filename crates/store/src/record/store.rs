@@ -77,32 +77,47 @@ pub trait RecordStore: Send + Sync {
 
 /// Hints that a record may have changed.
 #[derive(Debug)]
-pub struct Changes(Option<watch::Receiver<u64>>);
+pub struct Changes {
+    counter: Option<watch::Receiver<u64>>,
+    from_afar: bool,
+}
 
 impl Changes {
     /// Never a hint.
     #[must_use]
     pub fn none() -> Self {
-        Self(None)
+        Self { counter: None, from_afar: false }
     }
 
     pub(super) fn from_counter(counter: watch::Receiver<u64>) -> Self {
-        Self(Some(counter))
+        Self { counter: Some(counter), from_afar: false }
+    }
+
+    /// Hints of whoever waits for a sandbox, wherever it is: the counter goes up with each.
+    #[must_use]
+    pub fn from_afar(counter: watch::Receiver<u64>) -> Self {
+        Self { counter: Some(counter), from_afar: true }
+    }
+
+    /// Whether an owner hears of those who wait on other machines too, so that it need not look for them between its renewals.
+    #[must_use]
+    pub fn are_from_afar(&self) -> bool {
+        self.from_afar && self.are_told()
     }
 
     /// Whether hints can be expected at all.
     #[must_use]
     pub fn are_told(&self) -> bool {
-        self.0.is_some()
+        self.counter.is_some()
     }
 
     /// Waits for the next hint. Cancel-safe.
     pub async fn next(&mut self) {
-        if let Some(counter) = &mut self.0 {
+        if let Some(counter) = &mut self.counter {
             if counter.changed().await.is_ok() {
                 return;
             }
-            self.0 = None;
+            self.counter = None;
         }
         std::future::pending().await
     }
