@@ -48,7 +48,7 @@ fn open(place: &Place, volume: &Volume, key: Option<VolumeKey>) -> io::Result<Co
         Some(key) => Codec::sealed(Arc::new(move |bytes| key.mac(Purpose::Record, bytes))),
         None => Codec::default(),
     };
-    let records = place.records(codec, FailPoints::from_env()?)?;
+    let records = place.records(codec, FailPoints::from_env()?, None)?;
     // Should there be checkpoints as well, how many are kept is for those to say whose they are.
     let retention = Retention { checkpoints: usize::MAX, automatic: usize::MAX };
     let terms = Terms { retention, remember: None, ..Terms::default() };
