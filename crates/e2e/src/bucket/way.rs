@@ -133,7 +133,7 @@ impl Way {
         }
         let writes = head.starts_with(b"PUT ");
         self.side.bytes.fetch_add(body.len() as u64, Ordering::Relaxed);
-        let (head, body) = if self.store == Store::Google { google::request(&head, body) } else { (head, body) };
+        let (head, body) = if self.store == Store::Google { google::request(&head, body, self.server) } else { (head, body) };
         let mut there = TcpStream::connect(self.server).await?;
         there.write_all(&head).await?;
         there.write_all(&body).await?;
