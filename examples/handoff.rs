@@ -3,7 +3,7 @@
 
 use sandboxer_client::{Connection, Ended, Error, Execution, Options, ResumeFrom, Sandbox};
 
-const PROGRAM: &str = "import sys\nfor line in sys.stdin: print('heard', line, end='', flush=True)";
+const PROGRAM: &str = "import sys\nfor line in sys.stdin: sys.stdout.write('heard ' + line)";
 
 #[tokio::main]
 async fn main() -> Result<(), Error> {

@@ -141,6 +141,7 @@ pub(crate) struct Args {
     /// What is logged: error, warn, info, debug, trace, or by module
     #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
     pub(super) log: String,
+    /// How: as lines for people, or as JSON
     #[arg(long, env = "SANDBOXER_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text)]
     pub(super) log_format: LogFormat,
 }
