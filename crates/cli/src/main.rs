@@ -3,6 +3,8 @@
 //! `main` starts no threads and no runtime: `serve` has to enter a user namespace first where it is not root, and a process can do that only while it has
 //! one thread. Each verb that needs a runtime makes its own.
 
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
+
 mod ask;
 mod attach;
 mod cp;

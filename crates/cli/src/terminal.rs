@@ -134,8 +134,8 @@ async fn type_in(mut stdin: Stdin, left: oneshot::Sender<()>) {
             Typed::Keys { tilde, keys } => {
                 let tilde = if tilde { &b"~"[..] } else { b"" };
                 if stdin.write([tilde, keys].concat()).await.is_err() {
-                    // It has ended, and that it has is on its way.
-                    return;
+                    // It has ended, and that it has is on its way: until then there is nothing to type into.
+                    std::future::pending::<()>().await;
                 }
             }
         }

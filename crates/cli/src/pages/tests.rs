@@ -37,7 +37,9 @@ fn in_readme() -> BTreeSet<String> {
             _ => Vec::new(),
         };
         match below[..] {
-            [] => drop(all.insert(verb.to_owned())),
+            [] => {
+                all.insert(verb.to_owned());
+            }
             ref several => all.extend(several.iter().map(|one| format!("{verb} {one}"))),
         }
     }
