@@ -123,11 +123,7 @@ async fn type_in(mut stdin: Stdin, left: oneshot::Sender<()>) {
     let mut input = tokio::io::stdin();
     let mut buffer = vec![0; INPUT_BYTES];
     let mut escape = Escape::default();
-    loop {
-        let count = match input.read(&mut buffer).await {
-            Ok(count @ 1..) => count,
-            Ok(0) | Err(_) => break,
-        };
+    while let Ok(count @ 1..) = input.read(&mut buffer).await {
         match escape.typed(&buffer[..count]) {
             Typed::Leave => break,
             Typed::Nothing => {}

@@ -98,10 +98,10 @@ pub(super) async fn get(of: Of) -> Result<Json<SnapshotObject>, ApiError> {
     params(("id" = uuid::Uuid, Path, description = "Of a snapshot"), DeleteQuery),
     responses((status = 204, description = "It is gone"), Working))]
 pub(super) async fn delete(of: Of, Words(query): Words<DeleteQuery>) -> Result<StatusCode, ApiError> {
-    if let Some(native) = native_id(&of.id) {
-        if of.api.pending.forget(native, of.who())? || of.api.native.delete_snapshot(native, of.who()).await? {
-            return Ok(StatusCode::NO_CONTENT);
-        }
+    if let Some(native) = native_id(&of.id)
+        && (of.api.pending.forget(native, of.who())? || of.api.native.delete_snapshot(native, of.who()).await?)
+    {
+        return Ok(StatusCode::NO_CONTENT);
     }
     of.api.workspaces.delete_snapshot(snapshot_id(&of.id)?, of.who(), query.force()).await?;
     Ok(StatusCode::NO_CONTENT)
