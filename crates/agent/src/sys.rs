@@ -100,6 +100,22 @@ pub(crate) fn memory_file() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// The same as a descriptor that is not below `from`.
+pub(crate) fn high(fd: BorrowedFd<'_>, from: i32) -> io::Result<OwnedFd> {
+    // SAFETY: takes numbers only.
+    let fd = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, from) })?;
+    // SAFETY: the descriptor is fresh and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Drawn by chance.
+pub(crate) fn random_number() -> u32 {
+    let mut bytes = [0u8; 4];
+    // SAFETY: writes at most these four bytes. So few are always had at once.
+    unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    u32::from_ne_bytes(bytes)
+}
+
 pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: takes numbers only.
     check(unsafe { libc::kill(pid, signal) }).map(drop)

@@ -411,6 +411,7 @@ impl Manager {
                 pids: Some(limits.pids),
                 output_window_bytes: self.settings.output_window_bytes,
                 stdin_window_bytes: self.settings.stdin_window_bytes,
+                spares: self.settings.spares.for_agents(),
             },
             resources,
         }

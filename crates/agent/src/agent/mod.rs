@@ -6,6 +6,7 @@
 mod executions;
 mod files;
 mod lingering;
+mod spares;
 mod transfers;
 
 use std::{
@@ -33,12 +34,13 @@ use crate::{
     execution::{Execution, Phase, STREAMS},
     ipc::Serial,
     link::{Heard, Link},
-    memory::MemoryWatch,
+    memory::{MemoryWatch, Pressure},
     setup,
     supervisor::Supervisor,
     sys::{self, ChildEvent},
 };
 use lingering::Lingering;
+use spares::Spares;
 
 /// How long the agent sleeps at most while nobody is at the other end: an edge tells it of a newcomer, this is for a gVisor that misses it.
 const ALONE_RUNNING: Duration = Duration::from_millis(250);
@@ -87,6 +89,7 @@ pub(crate) struct Agent {
     /// Executions whose processes are to be killed until none is left.
     killing: Vec<executions::Killing>,
     lingering: Lingering,
+    spares: Spares,
     files: files::Files,
     transfers: transfers::Transfers,
     memory: Option<MemoryWatch>,
@@ -140,6 +143,7 @@ impl Agent {
             waiting: None,
             killing: Vec::new(),
             lingering: Lingering::default(),
+            spares: Spares::default(),
             files: files::Files::default(),
             transfers: transfers::Transfers::default(),
             memory,
@@ -241,6 +245,7 @@ impl Agent {
         self.watch_memory(now);
         self.watch_start(now);
         self.kill_again();
+        self.keep_spares(now);
         // There may be room for answers again, or a read was interrupted; no edge tells of either.
         more || self.link.wants_to_read()
     }
@@ -257,6 +262,7 @@ impl Agent {
         let until = |at: Instant| at.saturating_duration_since(now);
         self.supervisor.retry().map(until).map(&mut at_most);
         self.memory.as_ref().and_then(MemoryWatch::next).map(until).map(&mut at_most);
+        self.spares.due().map(until).map(&mut at_most);
         self.files_deadline().map(until).map(&mut at_most);
         if !self.killing.is_empty() {
             at_most(KILL_AGAIN);
@@ -352,8 +358,13 @@ impl Agent {
     }
 
     fn watch_memory(&mut self, now: Instant) {
-        let Some(memory) = &mut self.memory else { return };
-        let Some(victim) = memory.tick(now, self.supervisor.process().map(|init| init.pid)) else { return };
+        let Some(memory) = self.memory.as_mut().filter(|memory| memory.is_due(now)) else { return };
+        let spares = self.spares.processes(self.groups.as_ref());
+        let victim = match memory.tick(now, self.supervisor.process().map(|init| init.pid), &spares) {
+            None => return,
+            Some(Pressure::Spares) => return self.drop_spares(None, now),
+            Some(Pressure::Killed(victim)) => victim,
+        };
         if let Some(execution) = self.execution.as_mut().filter(|execution| execution.is_running()) {
             // It is the first process of its group: the oldest one, and it is still there.
             let main = self.groups.as_ref().and_then(|groups| groups.members(execution.serial).into_iter().min());

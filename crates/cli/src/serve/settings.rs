@@ -12,7 +12,8 @@ use clap::ValueEnum;
 use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
 use sandboxer_server::{
-    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, Settings, Terms, Tls, WorkspaceSettings,
+    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, MAX_SPARES, MAX_WARM_MODULES, Settings,
+    Spares, Terms, Tls, WARM_MODULES, WorkspaceSettings,
 };
 use sandboxer_store::Place;
 
@@ -66,6 +67,12 @@ pub(crate) struct Args {
     /// Output of a stream that is held until a client has it; beyond it the program waits
     #[arg(long, env = "SANDBOXER_OUTPUT_WINDOW_BYTES", default_value_t = 8 * 1024 * 1024, value_name = "BYTES")]
     output_window_bytes: u64,
+    /// Interpreters of each language that wait in every sandbox for their code, so that an execution need not start one; 0: none
+    #[arg(long, env = "SANDBOXER_SPARE_INTERPRETERS", default_value_t = 1, value_name = "N")]
+    spare_interpreters: u32,
+    /// Modules that a waiting Python has imported already, separated by commas
+    #[arg(long, env = "SANDBOXER_WARM_MODULES", value_delimiter = ',', default_values = WARM_MODULES, value_name = "NAMES")]
+    warm_modules: Vec<String>,
     /// Seconds that ending everything may take when the server is stopped
     #[arg(long, env = "SANDBOXER_STOP_GRACE", default_value_t = 10.0, value_name = "SECONDS")]
     stop_grace: f64,
@@ -178,6 +185,7 @@ impl Args {
         faults.unless(self.max_message_bytes <= 8 * 1024 * 1024, "--max-message-bytes: at most 8388608");
         faults.unless(self.output_window_bytes >= 64 * 1024, "--output-window-bytes: at least 65536");
         faults.unless(self.output_window_bytes <= 1024 * 1024 * 1024, "--output-window-bytes: at most 1073741824");
+        let spares = faults.take(self.spares());
         faults.unless(self.max_cpus.is_finite() && self.max_cpus > 0.0, "--max-cpus: more than 0");
         let idle_timeout = faults.take(seconds("--idle-timeout", self.idle_timeout));
         let max_lifetime = faults.take(seconds("--max-lifetime", self.max_lifetime));
@@ -211,6 +219,7 @@ impl Args {
         settings.max_limits = Limits { memory_mb: self.max_memory_mb, cpus: self.max_cpus, pids: self.max_pids, disk_mb: self.max_disk_mb };
         settings.max_message_bytes = self.max_message_bytes;
         settings.output_window_bytes = self.output_window_bytes;
+        settings.spares = spares.unwrap_or_default();
         settings.stop_grace = stop_grace.flatten().unwrap_or_default();
         settings.remember = remember.flatten().unwrap_or_default();
         settings.access = Access { any_host: self.insecure_no_auth && !listen.ip().is_loopback(), keys, hosts: self.allow_host.clone() };
@@ -248,6 +257,20 @@ impl Args {
             None => xdg("XDG_DATA_HOME", ".local/share").unwrap_or_else(|| data_dir.to_owned()),
         };
         Ok(WorkspaceSettings { dir, run_dir: data_dir.to_owned(), config })
+    }
+
+    fn spares(&self) -> Result<Spares, String> {
+        let warm_modules: Vec<String> = self.warm_modules.iter().filter(|name| !name.is_empty()).cloned().collect();
+        if let Some(bad) = warm_modules.iter().find(|name| !Spares::is_module_name(name)) {
+            return Err(format!("--warm-modules: {bad:?} can't be the name of a module"));
+        }
+        if warm_modules.len() > MAX_WARM_MODULES {
+            return Err(format!("--warm-modules: at most {MAX_WARM_MODULES}"));
+        }
+        if self.spare_interpreters > MAX_SPARES {
+            return Err(format!("--spare-interpreters: at most {MAX_SPARES}"));
+        }
+        Ok(Spares { each: self.spare_interpreters, warm_modules })
     }
 
     fn tls(&self) -> Result<Option<Tls>, String> {

@@ -81,6 +81,21 @@ pub struct AgentConfig {
     pub pids: Option<u32>,
     pub output_window_bytes: u64,
     pub stdin_window_bytes: u64,
+    /// Interpreters that wait for their code; none: each execution starts its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spares: Option<SpareConfig>,
+}
+
+/// Interpreters that are started ahead of executions.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpareConfig {
+    /// How many of each language.
+    pub each: u32,
+    /// The environment they are started with. An execution gets one only if it agrees with it in everything that counts when an interpreter
+    /// starts; the rest is changed when it gets it.
+    pub env: BTreeMap<String, String>,
+    /// The modules that a waiting Python has imported already.
+    pub warm_modules: Vec<String>,
 }
 
 impl AgentConfig {
@@ -307,6 +322,9 @@ pub enum FromAgent {
     Started {
         number: ExecutionNumber,
         spawn_us: u64,
+        /// By an interpreter that waited for it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        by_spare: bool,
     },
     StartFailed {
         number: ExecutionNumber,

@@ -49,6 +49,7 @@ pub(super) fn launch(subject: &dyn Subject) -> (Launch, Marker, tempfile::TempDi
         pids: None,
         output_window_bytes: WINDOW,
         stdin_window_bytes: WINDOW,
+        spares: None,
     };
     let id = SandboxId::random();
     let dir = home.path().join(id.to_string());

@@ -208,7 +208,7 @@ impl Agent {
             return self.say(&FromAgent::StartFailed { number, message: "another execution runs".to_owned() });
         }
         self.execution = Some(Execution::new(spec, Program::parse(&String::from_utf8_lossy(code)), self.output_window, self.stdin_window));
-        self.say(&FromAgent::Started { number, spawn_us: 0 });
+        self.say(&FromAgent::Started { number, spawn_us: 0, by_spare: false });
     }
 
     fn control(&mut self, control: ToAgent) {

@@ -56,7 +56,10 @@ impl Driver {
 
     fn on_control(&mut self, message: FromAgent) {
         match message {
-            FromAgent::Started { number, .. } => {
+            FromAgent::Started { number, by_spare, .. } => {
+                if by_spare {
+                    self.metrics.executions_by_spare.inc();
+                }
                 let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
                 if matches!(execution.state, State::Asked) {
                     execution.state = State::Running;
