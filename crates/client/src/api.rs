@@ -1,6 +1,7 @@
 //! The resource API of a server: plain HTTP, one connection a request.
 
 mod transfer;
+mod upgrade;
 
 use std::time::Duration;
 
@@ -79,6 +80,10 @@ impl Api {
 
     /// Sends a request; what is answered comes when it is read.
     async fn send(&self, method: &str, path: &str, kind: Option<&'static str>, body: Sent) -> Result<Response<Incoming>, Error> {
+        self.deliver(self.build(method, path, kind, body)?).await
+    }
+
+    async fn deliver(&self, request: Request<Sent>) -> Result<Response<Incoming>, Error> {
         let cut = |why: String| Error::Unavailable { message: why };
         let (host, port) = self.address.socket();
         let connecting = timeout(self.connect_timeout, TcpStream::connect((host, port))).await;
@@ -87,7 +92,6 @@ impl Api {
             Ok(Err(error)) => return Err(cut(format!("connecting to {}: {error}", self.address))),
             Err(_) => return Err(cut(format!("{} did not answer within {:?}", self.address, self.connect_timeout))),
         };
-        let request = self.build(method, path, kind, body)?;
         let asked = async {
             if self.address.is_secure() {
                 let stream = tls(host, tcp).await.map_err(|why| cut(format!("{}: {why}", self.address)))?;
@@ -117,7 +121,7 @@ impl Api {
     {
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.cut(error))?;
         // It ends with the request, whose error says all there is to say.
-        tokio::spawn(async move { connection.await.ok() });
+        tokio::spawn(async move { connection.with_upgrades().await.ok() });
         sender.send_request(request).await.map_err(|error| self.cut(error))
     }
 

@@ -39,6 +39,7 @@ mod ends;
 mod error;
 mod execution;
 mod files;
+mod network;
 mod options;
 mod outage;
 mod run;
@@ -54,6 +55,7 @@ pub use self::{
     error::{Ended, Error},
     execution::{Execution, Exit},
     files::{FileInfo, FileKind, Files},
+    network::{NetworkConnection, PortLink},
     options::{Connection, Options},
     run::{Controller, Output, Run, Stdin},
     sandbox::{ResumeFrom, Sandbox},

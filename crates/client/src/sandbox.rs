@@ -160,6 +160,10 @@ impl Sandbox {
         self.inner.shared.generation.load(Ordering::Relaxed)
     }
 
+    pub(crate) fn api(&self) -> &Api {
+        &self.api
+    }
+
     /// Its files. They are reached beside the connection that this holds, and while a program runs.
     #[must_use]
     pub fn files(&self) -> Files {

@@ -54,6 +54,7 @@ use crate::{
     images::Images,
     limits::Limits,
     metrics::Metrics,
+    network::{Egress, Log, NetworkSettings, Rule},
     obituaries::{Obituaries, Obituary},
     sandbox::{
         Execution,
@@ -65,7 +66,9 @@ use crate::{
         last_use::LastUse,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
         saving::Kept,
+        streams::NoWay,
         transfers,
+        tunnel::TunnelStream,
     },
     settings::Settings,
     tenants::{Place, Tenants},
@@ -113,6 +116,14 @@ pub(crate) struct Handle {
     last_use: LastUse,
     /// The lease on it, if it is kept on the volume.
     lease: Option<LeaseView>,
+    pub(crate) network: Arc<NetworkView>,
+}
+
+/// What is known of a sandbox's network.
+#[derive(Debug)]
+pub(crate) struct NetworkView {
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) log: Arc<Log>,
 }
 
 impl Handle {
@@ -137,6 +148,11 @@ impl Handle {
         same_secret(token, &self.token_sha256)
     }
 
+    /// What only the servers of this sandbox know.
+    pub(crate) fn token_sha256(&self) -> &str {
+        &self.token_sha256
+    }
+
     /// Has something done by the sandbox's driver. None: the sandbox is gone from here.
     pub(crate) async fn ask(&self, ask: Ask) -> Option<Result<Told, Refused>> {
         let (reply, answer) = oneshot::channel();
@@ -147,6 +163,13 @@ impl Handle {
     /// Has something done with a single file. False: the sandbox is gone from here.
     pub(crate) async fn file(&self, order: transfers::Order) -> bool {
         self.commands.send(Command::File(order)).await.is_ok()
+    }
+
+    /// A way to a port of the sandbox's loopback. None: the sandbox is gone from here.
+    pub(crate) async fn way(&self, port: u16) -> Option<Result<TunnelStream, NoWay>> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Way { port, reply }).await.ok()?;
+        answer.await.ok()
     }
 
     /// Ends a sandbox that nobody has heard of.
@@ -191,6 +214,7 @@ pub(crate) struct Manager {
     sandboxes: Mutex<HashMap<SandboxId, Handle>>,
     slots: Arc<Semaphore>,
     tenants: Arc<Tenants>,
+    network: Arc<NetworkSettings>,
     drivers: TaskTracker,
     /// Every WebSocket holds a token of it for as long as it is open.
     pub(crate) sockets: TaskTracker,
@@ -223,6 +247,7 @@ impl Manager {
             arriving: Mutex::default(),
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
             tenants: Arc::new(Tenants::new(settings.key_limits)),
+            network: Arc::new(settings.network.clone()),
             settings,
             runtime,
             images,
@@ -331,6 +356,12 @@ impl Manager {
                         format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
                     return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
                 }
+                if !record.config.network.is_empty() && !running.tunnel {
+                    self.discard(&launch).await;
+                    let message =
+                        "network: the agent of this image is older than this server and can't do it. Leave it out, or make the image anew.";
+                    return Err(CreateError::new(ErrorCode::NetworkNotAvailable, message));
+                }
                 let wire = Wire::default();
                 let keeping = self.keep(&record, &wire, held);
                 let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, keeping);
@@ -375,12 +406,15 @@ impl Manager {
         if config.enable_sandbox_handoff == Some(true) && !checkpoint {
             return refuse(ErrorCode::CheckpointNotEnabled, "enable_sandbox_handoff needs enable_checkpoint.");
         }
-        if let Some(Network::Allow { .. }) = config.network {
-            return refuse(
-                ErrorCode::NetworkNotAvailable,
-                "network: this server gives its sandboxes no network. Leave it out, or say \"none\".",
-            );
-        }
+        let network = match &config.network {
+            Some(Network::Allow { allow }) => {
+                let admitted = self.settings.network.admit(allow);
+                admitted.map_err(|why| {
+                    CreateError::new(ErrorCode::NetworkNotAvailable, format!("{why}. Leave it out, or ask another server."))
+                })?
+            }
+            Some(Network::None(_)) | None => Vec::new(),
+        };
         let limits = Limits::resolve(&config.limits.unwrap_or_default(), &self.settings.default_limits, &self.settings.max_limits)?;
         Ok(SandboxConfig {
             idle_timeout: config.idle_timeout.map_or(self.settings.idle_timeout, |seconds| seconds.nonzero()),
@@ -392,6 +426,7 @@ impl Manager {
             checkpoint,
             handoff: config.enable_sandbox_handoff == Some(true),
             autosave,
+            network,
             idle_checkpoint: checkpoint && config.enable_idle_timeout_auto_checkpoint != Some(false),
         })
     }
@@ -484,9 +519,11 @@ impl Manager {
             metadata: Arc::new(record.config.metadata.clone()),
             last_use: LastUse::at(record.idle_since.unwrap_or_else(jiff::Timestamp::now)),
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
+            network: Arc::new(NetworkView { rules: record.config.network.clone(), log: Log::open(&dir) }),
         };
+        let egress = Egress::new(&self.network, &record.config.network, Arc::clone(&handle.network.log));
         let running = running.identified(&record);
-        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, .. } = running;
+        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, tunnel, .. } = running;
         let roller = self.roller();
         let manager = Arc::clone(self);
         let token_sha256 = record.token_sha256.clone();
@@ -520,6 +557,8 @@ impl Manager {
             filesystems: self.filesystems.clone(),
             packs_files,
             single_files,
+            tunnel,
+            egress,
         });
         self.lock().insert(id, handle.clone());
         self.leave_too(&handle);
@@ -792,6 +831,8 @@ struct Running {
     files: bool,
     /// It does what is asked of single files.
     single_files: bool,
+    /// It carries streams of the network.
+    tunnel: bool,
 }
 
 impl Running {
@@ -813,7 +854,7 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
     };
     match opened {
         Ok(Link {
-            hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, single_files, .. },
+            hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, single_files, tunnel, .. },
             reader,
             writer,
             ended,
@@ -821,7 +862,8 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
             let last = execution.as_ref().map_or(0, |execution| execution.number).max(last_number.unwrap_or(0));
             let next_number = last.saturating_add(1);
             let execution = execution.map(Execution::taken_up);
-            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies, files, single_files } })
+            let running = Running { reader, writer, ended, execution, next_number, identifies, files, single_files, tunnel };
+            Ok(Opened { enforced, running })
         }
         Ok(_) => Err(LinkError::NotAReply.to_string()),
         // The agent's end closes a moment before the runtime knows why.

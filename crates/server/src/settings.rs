@@ -5,7 +5,8 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use sandboxer_protocol::limits::{MAX_CLIENT_MESSAGE_BYTES, OUTPUT_WINDOW_BYTES, STDIN_WINDOW_BYTES};
 
 use crate::{
-    checkpoints::CheckpointSettings, filesystems::FilesystemSettings, http::Access, limits::Limits, tls::Tls, workspaces::WorkspaceSettings,
+    checkpoints::CheckpointSettings, filesystems::FilesystemSettings, http::Access, limits::Limits, network::NetworkSettings, tls::Tls,
+    workspaces::WorkspaceSettings,
 };
 
 #[derive(Debug, Clone)]
@@ -38,6 +39,7 @@ pub struct Settings {
     pub filesystems: Option<FilesystemSettings>,
     /// None: kept in the data directory, with the built-in profiles and no hosts but this machine.
     pub workspaces: Option<WorkspaceSettings>,
+    pub network: NetworkSettings,
 }
 
 /// What each API key may use.
@@ -73,6 +75,7 @@ impl Settings {
             checkpoints: None,
             filesystems: None,
             workspaces: None,
+            network: NetworkSettings::default(),
         }
     }
 }

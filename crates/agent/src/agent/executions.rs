@@ -90,6 +90,11 @@ impl Agent {
                 self.end_file(sequence);
             }
             ToAgent::File { sequence, ask, credit } => self.begin_file(sequence, ask, credit),
+            ToAgent::Proxy { on } => self.offer_proxy(on),
+            ToAgent::TunnelConnect { stream, port, credit } => self.connect_stream(stream, port, credit),
+            ToAgent::TunnelCredit { stream, upto } => self.credit_stream(stream, upto),
+            ToAgent::TunnelEnd { stream } => self.end_stream(stream),
+            ToAgent::TunnelReset { stream } => self.reset_stream(stream),
             ToAgent::StdinEof { number, offset } => {
                 // Once it has ended, nobody is left to tell.
                 if let Some(execution) = self.current(number).filter(|execution| execution.is_running())
@@ -144,7 +149,8 @@ impl Agent {
             || self.waiting.is_some()
             || !self.killing.is_empty()
             || !matches!(self.files, Files::Nothing)
-            || self.transfers.are_going();
+            || self.transfers.are_going()
+            || self.tunnel.is_busy();
         // An init that is being replaced is not known to be anybody's.
         let init = self.supervisor.ready().map(|init| init.pid);
         !busy && init.is_some() && hold::nobody_but(init)
@@ -175,7 +181,8 @@ impl Agent {
         });
     }
 
-    pub(super) fn begin(&mut self, spec: ExecSpec, code: &[u8]) {
+    pub(super) fn begin(&mut self, mut spec: ExecSpec, code: &[u8]) {
+        self.tunnel.add_to_environment(&mut spec.env);
         let number = spec.number;
         self.last_number = self.last_number.max(Some(number));
         if let Some(execution) = &self.execution {

@@ -7,6 +7,7 @@ mod executions;
 mod files;
 mod lingering;
 mod transfers;
+mod tunnel;
 
 use std::{
     io,
@@ -60,8 +61,11 @@ mod token {
     pub(super) const STDOUT: u64 = 4;
     pub(super) const STDERR: u64 = 5;
     pub(super) const STDIN: u64 = 6;
+    pub(super) const PROXY: u64 = 7;
     /// And all above.
     pub(super) const LINGERING: u64 = 16;
+    /// With the number of a stream; above all of those.
+    pub(super) const TUNNEL: u64 = 1 << 63;
 }
 
 pub(crate) struct Agent {
@@ -89,6 +93,7 @@ pub(crate) struct Agent {
     lingering: Lingering,
     files: files::Files,
     transfers: transfers::Transfers,
+    tunnel: tunnel::Tunnel,
     memory: Option<MemoryWatch>,
     scratch: Box<[u8]>,
 }
@@ -142,6 +147,7 @@ impl Agent {
             lingering: Lingering::default(),
             files: files::Files::default(),
             transfers: transfers::Transfers::default(),
+            tunnel: tunnel::Tunnel::default(),
             memory,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
         })
@@ -178,6 +184,8 @@ impl Agent {
             token::LINK_OUT => self.link.writable = true,
             token::CHILDREN => self.reap(),
             token::INIT => self.init_spoke = true,
+            token::PROXY => self.tunnel.proxy_ready(),
+            stream if stream >= token::TUNNEL => self.tunnel.stream_ready(stream & !token::TUNNEL),
             lingering if lingering >= token::LINGERING => self.lingering.ready(lingering),
             other => {
                 let Some(execution) = &mut self.execution else { return };
@@ -207,6 +215,7 @@ impl Agent {
                 Heard::Gone => {
                     self.drop_files();
                     self.drop_transfers();
+                    self.tunnel.drop_all();
                     if let Some(execution) = &mut self.execution {
                         execution.pause();
                     }
@@ -228,6 +237,9 @@ impl Agent {
             }
         }
         self.link.flush();
+        if self.streams_first() {
+            more |= self.go_on_with_streams();
+        }
         // A program may write before init has had the time to say that it runs; whoever listens hears that first.
         if let Some(execution) = self.execution.as_mut().filter(|execution| !matches!(execution.phase, Phase::Starting { .. })) {
             for stream in STREAMS {
@@ -237,6 +249,7 @@ impl Agent {
         self.link.flush();
         more |= self.send_files(now);
         more |= self.go_on_with_files();
+        more |= self.go_on_with_streams();
         more |= self.lingering.drain(&mut self.scratch);
         self.watch_memory(now);
         self.watch_start(now);
@@ -288,6 +301,7 @@ impl Agent {
                 self.link.close();
                 self.drop_files();
                 self.drop_transfers();
+                self.tunnel.drop_all();
                 if let Some(execution) = &mut self.execution {
                     execution.pause();
                 }
@@ -306,6 +320,7 @@ impl Agent {
                     identifies: true,
                     files: true,
                     single_files: true,
+                    tunnel: true,
                 };
                 self.link.answer_opening(&nonce, &reply);
             }
@@ -318,6 +333,7 @@ impl Agent {
                 self.take_files(sequence, offset, &data);
                 self.take_file(sequence, offset, &data);
             }
+            ToAgentFrame::Tunnel { stream, data } => self.take_stream(stream, &data),
         }
     }
 

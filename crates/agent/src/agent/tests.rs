@@ -105,7 +105,7 @@ impl Scripted {
     fn heard(&mut self) -> Vec<FromAgent> {
         let control = |frame| match frame {
             FromAgentFrame::Control(message) => Some(message),
-            FromAgentFrame::Output { .. } | FromAgentFrame::Files { .. } => None,
+            FromAgentFrame::Output { .. } | FromAgentFrame::Files { .. } | FromAgentFrame::Tunnel { .. } => None,
         };
         self.frames().into_iter().filter_map(control).collect()
     }

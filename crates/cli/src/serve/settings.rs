@@ -16,6 +16,8 @@ use sandboxer_server::{
 };
 use sandboxer_store::Place;
 
+use super::network::NetworkArgs;
+
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
 const MIN_LEASE: f64 = 3.0;
@@ -121,6 +123,8 @@ pub(crate) struct Args {
     /// Directory of hosts.toml, extensions.toml and profiles/, for sandboxes of other kinds [default: $XDG_CONFIG_HOME/sandboxer, or ~/.config/sandboxer]
     #[arg(long, env = "SANDBOXER_CONFIG_DIR", value_name = "DIR")]
     config_dir: Option<PathBuf>,
+    #[command(flatten)]
+    network: NetworkArgs,
     /// What is logged: error, warn, info, debug, trace, or by module
     #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
     pub(super) log: String,
@@ -192,6 +196,7 @@ impl Args {
         let tls = faults.take(self.tls());
         let checkpoint_path = faults.take(volume("CHECKPOINT_AND_RESTORE_PATH", self.checkpoint_path.as_deref()));
         let filesystem_path = faults.take(volume("FILESYSTEM_SNAPSHOT_MOUNT_PATH", self.filesystem_snapshot_path.as_deref()));
+        let network = self.network.check(&mut faults.0);
         if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
             faults.0.push(format!("--log: {error}"));
         }
@@ -204,6 +209,7 @@ impl Args {
         let workspaces = self.workspaces(&data_dir).map_err(|fault| vec![fault])?;
         let mut settings = Settings::new(listen, data_dir);
         settings.workspaces = Some(workspaces);
+        settings.network = network;
         settings.metrics_listen = metrics_listen.flatten();
         settings.max_sandboxes = self.max_sandboxes;
         settings.idle_timeout = idle_timeout.flatten();

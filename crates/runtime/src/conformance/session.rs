@@ -180,7 +180,7 @@ impl Session {
             match self.link.reader.recv_within(left).await? {
                 FromAgentFrame::Control(message) => return Ok(message),
                 FromAgentFrame::Output { number, stream, offset, data } => self.take(number, stream, offset, &data),
-                FromAgentFrame::Files { .. } => panic!("nobody asked for files"),
+                FromAgentFrame::Files { .. } | FromAgentFrame::Tunnel { .. } => panic!("nobody asked for this"),
             }
         }
     }
@@ -203,7 +203,7 @@ impl Session {
                 FromAgentFrame::Output { number, stream, offset, data } => self.take(number, stream, offset, &data),
                 FromAgentFrame::Control(FromAgent::Exited { exit, .. }) => self.exit = Some(exit),
                 FromAgentFrame::Control(_) => {}
-                FromAgentFrame::Files { .. } => panic!("nobody asked for files"),
+                FromAgentFrame::Files { .. } | FromAgentFrame::Tunnel { .. } => panic!("nobody asked for this"),
             }
         }
     }

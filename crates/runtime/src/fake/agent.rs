@@ -176,6 +176,7 @@ impl Agent {
                         identifies: true,
                         files: false,
                         single_files: false,
+                        tunnel: false,
                     };
                     encode_reply_opening(&mut self.out, &nonce, &reply);
                 }
@@ -196,7 +197,7 @@ impl Agent {
                 };
                 self.say(&answer);
             }
-            ToAgentFrame::Files { .. } => {}
+            ToAgentFrame::Files { .. } | ToAgentFrame::Tunnel { .. } => {}
             ToAgentFrame::Control(control) => self.control(control),
         }
     }
@@ -218,6 +219,8 @@ impl Agent {
             // It has said that it can't.
             ToAgent::PackFiles { .. } | ToAgent::FilesCredit { .. } | ToAgent::FilesCancel { .. } => {}
             ToAgent::UnpackFiles { .. } | ToAgent::FilesEnd { .. } | ToAgent::File { .. } => {}
+            ToAgent::Proxy { .. } | ToAgent::TunnelConnect { .. } | ToAgent::TunnelCredit { .. } => {}
+            ToAgent::TunnelEnd { .. } | ToAgent::TunnelReset { .. } => {}
             ToAgent::Hello { .. } | ToAgent::Resize { .. } => {}
             ToAgent::StdinEof { number, offset } => {
                 let Some(execution) = self.numbered(number) else { return };

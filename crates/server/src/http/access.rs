@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use axum::{
     extract::{Request, State},
-    http::{HeaderMap, StatusCode, header, uri::Authority},
+    http::{HeaderMap, HeaderName, StatusCode, header, uri::Authority},
     middleware::Next,
     response::Response,
 };
@@ -33,6 +33,10 @@ pub enum InvalidKeys {
 }
 
 impl ApiKey {
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Reads keys, one a line, as `key` or `name:key`; empty lines and those that begin with `#` don't count.
     ///
     /// # Errors
@@ -75,7 +79,17 @@ impl Access {
         !self.keys.is_empty()
     }
 
-    fn owner(&self, headers: &HeaderMap) -> Option<&ApiKey> {
+    /// Takes out what is one of the server's own keys.
+    pub(super) fn remove_key(&self, headers: &mut HeaderMap) {
+        for name in [header::AUTHORIZATION, HeaderName::from_static("x-api-key")] {
+            let alone = headers.get(&name).map(|value| HeaderMap::from_iter([(name.clone(), value.clone())]));
+            if alone.is_some_and(|alone| self.owner(&alone).is_some()) {
+                headers.remove(name);
+            }
+        }
+    }
+
+    pub(super) fn owner(&self, headers: &HeaderMap) -> Option<&ApiKey> {
         let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
             let (scheme, key) = value.to_str().ok()?.split_once(' ')?;
             scheme.eq_ignore_ascii_case("bearer").then_some(key)
@@ -89,7 +103,7 @@ impl Access {
         })
     }
 
-    fn host_allowed(&self, headers: &HeaderMap) -> bool {
+    pub(super) fn host_allowed(&self, headers: &HeaderMap) -> bool {
         if self.any_host || !self.keys.is_empty() {
             return true;
         }

@@ -46,11 +46,13 @@ use super::{
     last_use::LastUse,
     record::Record,
     saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
+    streams::{self, Streams, WayReply},
     transfers::{self, Push, Transfers},
 };
 use crate::{
     manager::{RolledBack, Roller},
     metrics::Metrics,
+    network::Egress,
 };
 
 /// How long an attached client has to answer when another one knocks.
@@ -72,7 +74,7 @@ const SILENT_AT_MOST: Duration = Duration::from_secs(300);
 /// Others that may knock while the attached client is asked for a sign of life.
 const MAX_KNOCKING: usize = 8;
 /// Beyond this no request is taken that could add to what waits for the agent.
-const MAX_AGENT_BACKLOG: usize = MAX_FRAME_TO_AGENT_BYTES;
+pub(super) const MAX_AGENT_BACKLOG: usize = MAX_FRAME_TO_AGENT_BYTES;
 /// Frames of the agent that are taken together.
 const FRAMES_A_TURN: usize = 64;
 /// Under load, output between two pings.
@@ -94,6 +96,11 @@ pub(crate) enum Command {
     },
     /// It wants something done with a single file.
     File(transfers::Order),
+    /// Somebody wants to reach a port of the sandbox.
+    Way {
+        port: u16,
+        reply: WayReply,
+    },
     /// Another instance wants the sandbox.
     AskedFor {
         reply: oneshot::Sender<Consent>,
@@ -267,6 +274,7 @@ pub(crate) struct Driver {
     pub(super) transfers: Transfers,
     /// How much was done with files so far: each has its number.
     pub(super) file_numbers: u64,
+    pub(super) streams: Streams,
 }
 
 /// What a driver starts from.
@@ -298,6 +306,10 @@ pub(crate) struct Start {
     pub(crate) filesystems: files::Kept,
     pub(crate) packs_files: bool,
     pub(crate) single_files: bool,
+    /// The agent carries streams of the network.
+    pub(crate) tunnel: bool,
+    /// Where those go that programs open; none: it has no network.
+    pub(crate) egress: Option<Egress>,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -319,6 +331,8 @@ enum Event {
     Packing(Progress),
     /// Of a single file: what comes of it; none: nobody wants it any longer.
     File(u64, Option<Push>),
+    /// Streams of the network have something to say to the agent.
+    Streams,
     /// The lease is certain again.
     MayAct,
 }
@@ -349,6 +363,8 @@ impl Driver {
             filesystems,
             packs_files,
             single_files,
+            tunnel,
+            egress,
         } = start;
         let now = Instant::now();
         let autosave = record.config.autosave;
@@ -390,11 +406,13 @@ impl Driver {
             single_files,
             transfers: Transfers::default(),
             file_numbers: 0,
+            streams: Streams { able: tunnel, egress, ..Streams::default() },
         }
     }
 
     /// Runs until the sandbox is gone or left. When this returns, its processes are too, unless they were left running.
     pub(crate) async fn run(mut self) -> Ending {
+        self.begin_streams();
         loop {
             self.note_idleness();
             let event = self.next_event().await;
@@ -443,6 +461,10 @@ impl Driver {
                     self.on_push(sequence, push);
                     None
                 }
+                Event::Streams => {
+                    self.on_streams_stirred();
+                    None
+                }
                 Event::RolledBack(rolled) => {
                     self.on_rolled_back(rolled);
                     None
@@ -471,6 +493,10 @@ impl Driver {
             Command::File(order) => {
                 self.last_use.note();
                 self.on_order(order);
+            }
+            Command::Way { port, reply } => {
+                self.last_use.note();
+                self.on_way(port, reply);
             }
             Command::Abandon => return Some(Outcome::Drained),
             Command::AskedFor { reply } => self.on_asked_for(reply),
@@ -533,6 +559,7 @@ impl Driver {
             rolled = under_way(self.rollback.as_mut()) => return Event::RolledBack(rolled),
             progress = packing(self.packing.as_mut()) => return Event::Packing(progress),
             (sequence, push) = self.transfers.next(backlog), if may_serve => return Event::File(sequence, push),
+            () = self.streams.tunnel.stirred(), if may_serve && backlog < streams::MAX_BACKLOG_BYTES => return Event::Streams,
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
             permit = reserve(outgoing) => permit,
@@ -648,6 +675,7 @@ impl Driver {
         let busy = self.client.is_some()
             || self.packing.is_some()
             || !self.transfers.is_empty()
+            || self.streams.tunnel.serves()
             || self.execution.as_ref().is_some_and(Execution::is_live);
         match (busy, self.idle_since) {
             (true, None) | (false, Some(_)) => return,

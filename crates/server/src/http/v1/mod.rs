@@ -7,6 +7,7 @@ mod executions;
 mod files;
 mod filesystems;
 mod idempotency;
+mod network;
 mod objects;
 mod page;
 mod profiles;
@@ -65,6 +66,8 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/sandboxes/{id}/files/rename", post(files::rename))
         .route("/v1/sandboxes/{id}/files/mkdir", post(files::make_directory))
         .route("/v1/sandboxes/{id}/files/archive", get(files::pack).put(files::unpack))
+        .route("/v1/sandboxes/{id}/network", get(network::get))
+        .route("/v1/sandboxes/{id}/ports", post(network::link))
         .route("/v1/filesystem-snapshots", get(filesystems::list))
         .route("/v1/filesystem-snapshots/{name}", get(filesystems::get).delete(filesystems::delete))
         .route("/v1/filesystem-snapshots/{name}/layer", get(filesystems::export).put(filesystems::import))
