@@ -74,7 +74,7 @@ const SILENT_AT_MOST: Duration = Duration::from_secs(300);
 /// Others that may knock while the attached client is asked for a sign of life.
 const MAX_KNOCKING: usize = 8;
 /// Beyond this no request is taken that could add to what waits for the agent.
-pub(super) const MAX_AGENT_BACKLOG: usize = MAX_FRAME_TO_AGENT_BYTES;
+const MAX_AGENT_BACKLOG: usize = MAX_FRAME_TO_AGENT_BYTES;
 /// Frames of the agent that are taken together.
 const FRAMES_A_TURN: usize = 64;
 /// Under load, output between two pings.

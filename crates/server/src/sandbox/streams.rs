@@ -7,7 +7,7 @@ use sandboxer_protocol::agent::{ToAgent, TunnelFault};
 use tokio::sync::oneshot;
 
 use super::{
-    driver::{Driver, MAX_AGENT_BACKLOG},
+    driver::Driver,
     tunnel::{Say, TunnelStream},
 };
 use crate::network::Egress;
@@ -70,16 +70,8 @@ impl Driver {
     /// A program has connected to the proxy.
     pub(super) fn on_stream_opened(&mut self, number: u64, credit: u64) -> Result<(), &'static str> {
         let Some(egress) = &mut self.streams.egress else { return Err("a stream where there is no network") };
-        // Each is answered: who opens without reading the answers is no agent.
-        if self.writer.backlog() >= MAX_AGENT_BACKLOG {
-            return Err("a flood of streams");
-        }
-        match self.streams.tunnel.opened_by_agent(number, credit)? {
-            Ok((stream, granted)) => {
-                self.writer.queue(&granted);
-                egress.serve(self.id, stream);
-            }
-            Err(refused) => self.writer.queue(&refused),
+        if let Some(stream) = self.streams.tunnel.opened_by_agent(number, credit)? {
+            egress.serve(self.id, stream);
         }
         Ok(())
     }

@@ -28,9 +28,6 @@ const OUTBOX_BYTES: usize = 2 * MAX_TUNNEL_PIECE_BYTES;
 /// Streams that are known here, those among them that are over and have a task that has not noticed.
 const MAX_KNOWN_STREAMS: usize = 2 * MAX_TUNNEL_STREAMS;
 
-/// A stream that a program opened, with what the agent is told of it; or what it is told instead.
-type Opened = Result<(TunnelStream, ToAgent), ToAgent>;
-
 /// All streams of a conversation, as the driver sees them.
 #[derive(Debug, Default)]
 pub(super) struct Tunnel {
@@ -213,8 +210,8 @@ impl Tunnel {
         Some(TunnelStream { shared: Arc::clone(&self.shared), number })
     }
 
-    /// A program has connected to the proxy. An error is a break of the agent's protocol, as everywhere here.
-    pub(super) fn opened_by_agent(&mut self, number: Number, credit: u64) -> Result<Opened, &'static str> {
+    /// A program has connected to the proxy. None: it is cut off when its turn comes. An error is a break of the agent's protocol, as everywhere here.
+    pub(super) fn opened_by_agent(&mut self, number: Number, credit: u64) -> Result<Option<TunnelStream>, &'static str> {
         let mut state = self.shared.lock();
         if number % 2 == 0 || number <= self.last_of_agent {
             return Err("a stream by a number that is not its to give");
@@ -225,14 +222,17 @@ impl Tunnel {
             return Err("more streams than there may be");
         }
         self.last_of_agent = number;
-        if state.streams.len() >= MAX_KNOWN_STREAMS {
-            // Tasks that have not noticed yet that theirs is over.
-            return Ok(Err(ToAgent::TunnelReset { stream: number }));
-        }
-        let window = tunnel_credit(state.streams.len());
-        state.streams.insert(number, Stream::new(Phase::Open, window, credit));
+        let known = state.streams.len();
+        let mut stream = Stream::new(Phase::Open, tunnel_credit(known), credit);
+        // It is told its credit when its turn comes: while the sandbox is brought to rest nothing is said.
+        stream.granted = 0;
+        // Beyond this there are tasks that have not noticed yet that theirs is over.
+        stream.abandoned = known >= MAX_KNOWN_STREAMS;
+        let taken = !stream.abandoned;
+        state.streams.insert(number, stream);
+        self.shared.stir(&mut state, number);
         drop(state);
-        Ok(Ok((TunnelStream { shared: Arc::clone(&self.shared), number }, ToAgent::TunnelCredit { stream: number, upto: window })))
+        Ok(taken.then(|| TunnelStream { shared: Arc::clone(&self.shared), number }))
     }
 
     pub(super) fn opened(&mut self, number: Number, credit: u64) {

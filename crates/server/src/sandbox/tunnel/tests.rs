@@ -4,7 +4,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use super::*;
 
 fn opened(tunnel: &mut Tunnel, number: Number, credit: u64) -> TunnelStream {
-    tunnel.opened_by_agent(number, credit).unwrap().unwrap().0
+    let stream = tunnel.opened_by_agent(number, credit).unwrap().unwrap();
+    assert_eq!(said(tunnel), [format!("{number}: credit {TUNNEL_CREDIT_BYTES}")]);
+    stream
 }
 
 /// All that is to be said now.
