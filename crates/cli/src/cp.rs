@@ -130,7 +130,7 @@ fn into(ask: &Ask, files: &Files, from: &Path, there: &There) -> Result<Value> {
     let reader = bar.wrap_async_read(tokio::fs::File::from_std(file.try_clone()?));
     let written = wait(ask, async |_| files.write_from(&target, Some(about.mode() & 0o777), reader).await);
     bar.finish_and_clear();
-    let written = written?;
+    let written = written.with_context(|| format!("copy {}", from.display()))?;
     if seen(&file.metadata()?) != before {
         bail!("{} was changed while it was copied: what is in the sandbox may be a mixture", from.display());
     }

@@ -134,7 +134,11 @@ impl Api {
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.cut(error))?;
         // It ends with the request, whose error says all there is to say.
         tokio::spawn(async move { connection.await.ok() });
-        sender.send_request(request).await.map_err(|error| self.cut(error))
+        sender.send_request(request).await.map_err(|error| match std::error::Error::source(&error) {
+            // What was to be sent could not be read: that is not the server's fault.
+            Some(why) if error.is_user() => Error::invalid(format!("what was to be sent could not be read: {why}")),
+            _ => self.cut(error),
+        })
     }
 
     /// What was answered, in JSON.

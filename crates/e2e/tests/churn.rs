@@ -39,7 +39,11 @@ impl Held {
     fn by(server: &Server) -> Self {
         let waiting = server.waiting();
         let mut children = host::descendants(server.pid());
-        children.retain(|process| !waiting.iter().any(|id| process.command.contains(id)));
+        // What they started themselves has no words of its own.
+        let waits: BTreeSet<u32> = (children.iter().filter(|process| waiting.iter().any(|id| process.command.contains(id))))
+            .flat_map(|process| host::descendants(process.pid).into_iter().map(|child| child.pid).chain([process.pid]))
+            .collect();
+        children.retain(|process| !waits.contains(&process.pid));
         let mut held = Self {
             children: children.len() + server.sandbox_processes().len(),
             mounts: host::mounts_under(server.data_dir()).len(),
