@@ -189,12 +189,12 @@ async fn a_program_goes_on_through_every_restart_of_the_server_with_every_byte()
 
 #[tokio::test]
 async fn where_keys_are_asked_for_the_token_of_what_was_made_here_is_known_and_no_other() {
-    let server = Options::default().env("SANDBOXER_API_KEYS", "me:key-of-mine").start();
+    let server = Options::default().env("SANDBOXER_API_KEYS", "me:a-key-of-mine-0123456789").start();
     let cli = Cli::new(&server);
     assert!(cli.fails(1, ["ls"]).contains("SANDBOXER_API_KEY"));
     assert!(cli.fails(1, ["create", "--api-key", "wrong"]).contains("401"));
     let keys = tempfile::NamedTempFile::new().unwrap();
-    fs::write(keys.path(), "# mine\nme:key-of-mine\n").unwrap();
+    fs::write(keys.path(), "# mine\nme:a-key-of-mine-0123456789\n").unwrap();
     let key = ["--api-key-file", keys.path().to_str().unwrap()];
     let made = |cli: &Cli, verb: &[&str]| cli.output(verb.iter().chain(&key));
     let id = stdout_of(&made(&cli, &["create"])).trim().to_owned();
