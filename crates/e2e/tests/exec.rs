@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use sandboxer_e2e::{Cli, DEADLINE, Gate, Options, Running, Volume, Ws, eventually, free_address, shared, stderr_of, stdout_of};
 use serde_json::{Value, json};
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn arguments_reach_a_command_untouched_and_its_exit_code_comes_back() {
     let cli = Cli::new(shared());
     let id = cli.create(&["--env", "GREETING=hello world", "--metadata", "of=exec"]);
@@ -50,7 +50,7 @@ async fn arguments_reach_a_command_untouched_and_its_exit_code_comes_back() {
     assert!(cli.fails(125, ["exec", &id, "--", "true"]).contains("sandboxer ls"));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn input_is_passed_on_byte_by_byte_and_ends_with_this_commands_own() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
@@ -69,7 +69,7 @@ async fn input_is_passed_on_byte_by_byte_and_ends_with_this_commands_own() {
     assert_eq!(child.wait_with_output().unwrap().stdout, b"from stdin\n");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_first_interrupt_is_the_programs_and_a_second_kills_it() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
@@ -95,7 +95,7 @@ async fn a_first_interrupt_is_the_programs_and_a_second_kills_it() {
     assert!(cli.fails(1, ["kill", &id]).contains("Nothing runs"));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_runs_unwatched_is_looked_at_without_taking_anything_and_come_back_to() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
@@ -158,7 +158,7 @@ async fn finish(mut running: Running) {
     assert_eq!(stdout.len(), stderr.len());
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_program_goes_on_through_every_restart_of_the_server_with_every_byte() {
     let volume = Volume::default();
     let mut a = volume.options().listen(Some(&free_address())).start();
@@ -187,7 +187,7 @@ async fn a_program_goes_on_through_every_restart_of_the_server_with_every_byte()
     finish(running).await;
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn where_keys_are_asked_for_the_token_of_what_was_made_here_is_known_and_no_other() {
     let server = Options::default().env("SANDBOXER_API_KEYS", "me:a-key-of-mine-0123456789").start();
     let cli = Cli::new(&server);
@@ -213,7 +213,7 @@ async fn where_keys_are_asked_for_the_token_of_what_was_made_here_is_known_and_n
     assert!(!file.exists());
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_new_user_gets_wrong_first_is_told_with_what_to_do() {
     let nowhere: std::net::SocketAddr = free_address().parse().unwrap();
     let cli = Cli::at(&[nowhere]);

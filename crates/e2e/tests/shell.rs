@@ -22,7 +22,7 @@ async fn shell(cli: &Cli, arguments: &[&str]) -> Terminal {
     terminal
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shell_has_the_terminal_its_size_its_signals_and_its_jobs() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
@@ -61,7 +61,7 @@ async fn a_shell_has_the_terminal_its_size_its_signals_and_its_jobs() {
     assert!(cli.ok(["ls"]).contains(&id), "the sandbox stays");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_paste_of_a_mebibyte_arrives_byte_by_byte() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
@@ -84,7 +84,7 @@ async fn a_paste_of_a_mebibyte_arrives_byte_by_byte() {
     assert_eq!(terminal.exited().await.code(), Some(0));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_an_id_a_sandbox_is_made_and_removed_and_the_terminal_is_restored_whatever_ends_it() {
     let server = Options::default().start();
     let cli = Cli::new(&server);
@@ -106,7 +106,7 @@ async fn without_an_id_a_sandbox_is_made_and_removed_and_the_terminal_is_restore
     assert_eq!(cli.ok(["ls"]), "");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shell_that_is_left_goes_on_and_is_come_back_to() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
@@ -135,7 +135,7 @@ async fn a_shell_that_is_left_goes_on_and_is_come_back_to() {
 /// Writes numbered lines, each once, as long as it runs.
 const COUNTING: &str = "i=0; while [ ! -e stop ]; do echo \"line $((i++)) end\"; sleep 0.02; done; echo all $i\r";
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_shell_goes_on_through_every_restart_of_the_server_with_every_byte() {
     let volume = Volume::default();
     let mut a = volume.options().listen(Some(&free_address())).start();
@@ -253,7 +253,7 @@ def main(screen):
 curses.wrapper(main)
 ";
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_screen_program_draws_follows_the_size_takes_keys_and_leaves_the_screen_as_it_was() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
