@@ -114,7 +114,11 @@ async fn a_snapshot_leaves_as_a_layer_and_a_layer_enters_as_a_snapshot() {
     let climbing = dir.path().join("climbing.tar");
     assert!(Command::new("tar").args(["-P", "-C"]).arg(&tree).arg("-cf").arg(&climbing).arg("../bad").status().unwrap().success());
     assert!(complained(&server, &["import", "bad", climbing.to_str().unwrap()]).contains(".."));
-    let bomb = Command::new("sh").args(["-c", "head -c 2200000000 /dev/zero | gzip -1"]).output().unwrap().stdout;
+    let zeros = Command::new("sh").args(["-c", "head -c 2200000 /dev/zero | gzip -1"]).output().unwrap().stdout;
+    fs::write(&bad, zeros).unwrap();
+    assert!(complained(&server, &["import", "bad", bad.to_str().unwrap()]).contains("behind its end"));
+    fs::File::create(tree.join("huge")).unwrap().set_len(2_200_000_000).unwrap();
+    let bomb = Command::new("sh").args(["-c", "tar -c huge | gzip -1"]).current_dir(&tree).output().unwrap().stdout;
     fs::write(&bad, bomb).unwrap();
     assert!(complained(&server, &["import", "bad", bad.to_str().unwrap()]).contains("larger than is allowed"));
     let _ = server.refuses(None, "GET", "/v1/filesystem-snapshots/bad", &Value::Null, 404, "not_found");
