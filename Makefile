@@ -27,7 +27,6 @@ SEEDS ?= 1000
 sim: setup
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --seeds $(SEEDS)
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --collection --seeds $(SEEDS)
-	$(CARGO) run --release --quiet -p sandboxer-sim -- --bucket --seeds $(SEEDS)
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --bucket --collection --seeds $(SEEDS)
 
 # What a bucket has to do for 1 to 100,000 sandboxes, and what that costs (SCALE_ARGS: --lease 60, prices and so on; docs/scale.md).

@@ -187,6 +187,8 @@ impl Escape {
         let tilde = std::mem::take(&mut self.tilde);
         match keys {
             b"." if tilde => return Typed::Leave,
+            // Typed quickly, both come together; more than these is pasted.
+            b"~." if self.line_begins && !tilde => return Typed::Leave,
             // Twice is one for the program.
             b"~" if tilde => {
                 self.line_begins = false;
@@ -216,6 +218,7 @@ mod tests {
         let mut escape = Escape::default();
         assert_eq!(escape.typed(b"~"), Typed::Nothing);
         assert_eq!(escape.typed(b"."), Typed::Leave);
+        assert_eq!(Escape::default().typed(b"~."), Typed::Leave, "typed quickly");
         let mut escape = Escape::default();
         assert_eq!(escape.typed(b"a"), keys(b"a"));
         assert_eq!(escape.typed(b"~"), keys(b"~"), "not at the beginning");
@@ -231,7 +234,7 @@ mod tests {
     #[test]
     fn what_is_pasted_never_leaves() {
         let mut escape = Escape::default();
-        for pasted in [&b"~.\n~.\n"[..], b"~.", b"\n~", b".~."] {
+        for pasted in [&b"~.\n~.\n"[..], b"\n~", b".~."] {
             assert_eq!(escape.typed(pasted), keys(pasted));
         }
     }

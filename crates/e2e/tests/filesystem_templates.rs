@@ -161,7 +161,8 @@ async fn a_template_that_fails_is_removed_and_the_sandbox_is_unpacked() {
 #[tokio::test]
 async fn a_server_that_dies_while_it_makes_a_template_leaves_none() {
     let volume = Volume::default();
-    let mut server = volume.filesystems().start();
+    // Nothing else waits there.
+    let mut server = volume.filesystems().arg("--pool").arg("0").arg("--restore-pool").arg("0").start();
     let mut ws = Ws::create(&server).await;
     let _ = ws.bash("head -c 30000000 /dev/urandom > /srv/large; echo whole > /srv/f").await.ok();
     ws.snapshot_filesystem("one").await;

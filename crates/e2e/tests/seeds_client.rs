@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use sandboxer_e2e::{Assembly, CutProxy, DEADLINE, Fault, Opcode, Options, Raw, Volume, Ws, count, seed, shared};
+use sandboxer_e2e::{Assembly, CutProxy, DEADLINE, Fault, Opcode, Options, Raw, Ws, count, seed, shared};
 use serde_json::{Value, json};
 
 /// What a seeds' client may be sent again: what came after the ping before the last one it got, since one ping is in flight at a time
@@ -246,75 +246,4 @@ async fn what_no_pong_acknowledged_is_sent_again_and_what_an_ack_did_is_not() {
     let mut raw = Raw::attach(shared().address(), &id).await;
     let message = raw.message().await;
     assert_eq!((&message["offset"], &message["data"]), (&json!(6), &json!("67890\n")), "{message}");
-}
-
-/// As clients in the wild do it: the configuration first, with fields of their own in every message; the token in the query; offsets and ids ignored.
-#[tokio::test]
-async fn a_client_as_there_are_many_works_unchanged() {
-    let key = "a-key-of-the-wild-client-0123";
-    let volume = Volume::default();
-    let server = volume.options().env("SANDBOXER_API_KEYS", format!("wild:{key}")).start();
-    let header = ("Authorization", format!("Bearer {key}"));
-    let headers = [(header.0, header.1.as_str())];
-    let mut ws = Ws::connect(server.address(), "/create", &headers).await.unwrap();
-    ws.send(json!({"idle_timeout": 120, "enable_checkpoint": true, "client_version": "0.9", "trace": {"id": 7}})).await;
-    ws.expect_status("SANDBOX_CREATING").await;
-    let made = ws.next().await;
-    assert_eq!(made["event"], "sandbox_id", "{made}");
-    let (id, token) = (made["sandbox_id"].as_str().unwrap().to_owned(), made["sandbox_token"].as_str().unwrap().to_owned());
-    ws.expect_status("SANDBOX_RUNNING").await;
-    ws.send(json!({"language": "python", "code": "print('hello')", "request_id": "unknown", "priority": null})).await;
-    let mut out = String::new();
-    loop {
-        let message = ws.next().await;
-        match (message["event"].as_str().unwrap(), message["status"].as_str()) {
-            ("stdout", _) => out += message["data"].as_str().unwrap(),
-            (_, Some("SANDBOX_EXECUTION_DONE")) => break,
-            (_, status) => assert_eq!(status, Some("SANDBOX_EXECUTION_RUNNING"), "{message}"),
-        }
-    }
-    assert_eq!(out, "hello\n");
-    // Killed, and nothing running.
-    ws.send(json!({"language": "bash", "code": "sleep 1000 & sleep 1000"})).await;
-    ws.expect_status("SANDBOX_EXECUTION_RUNNING").await;
-    ws.send(json!({"action": "kill_process", "force": true})).await;
-    ws.expect_status("SANDBOX_EXECUTION_FORCE_KILLED").await;
-    ws.expect_status("SANDBOX_EXECUTION_DONE").await;
-    ws.send(json!({"action": "kill_process"})).await;
-    ws.expect_status("SANDBOX_EXECUTION_FORCE_KILLED").await;
-    // It goes away in the middle of a program, and comes back with the token in the query.
-    ws.send(json!({"language": "bash", "code": "echo one; read -r line; echo two"})).await;
-    ws.until_output("stdout", "one\n").await;
-    ws.close().await;
-    let path = format!("/attach/{id}?sandbox_token={token}");
-    let mut ws = Ws::connect(server.address(), &path, &headers).await.unwrap();
-    ws.expect_status("SANDBOX_RUNNING").await;
-    ws.send(json!({"action": "reconnect"})).await;
-    let resumed = ws.next().await;
-    assert_eq!((&resumed["event"], &resumed["running"]), (&json!("resumed"), &json!(true)), "{resumed}");
-    ws.send(json!({"event": "stdin", "data": "\n", "seq": 1})).await;
-    let mut rest = String::new();
-    loop {
-        let message = ws.next().await;
-        if message["event"] == "stdout" {
-            rest += message["data"].as_str().unwrap();
-        } else if message["status"] == "SANDBOX_EXECUTION_DONE" {
-            break;
-        }
-    }
-    assert!(rest.ends_with("two\n"), "{rest:?}");
-    ws.send(json!({"action": "checkpoint"})).await;
-    ws.expect_status("SANDBOX_CHECKPOINTING").await;
-    ws.expect_status("SANDBOX_CHECKPOINTED").await;
-    ws.expect_close(1000).await;
-    let mut ws = Ws::connect(server.address(), &path, &headers).await.unwrap();
-    ws.expect_status("SANDBOX_RESTORING").await;
-    ws.expect_status("SANDBOX_RUNNING").await;
-    ws.send(json!({"action": "kill_sandbox"})).await;
-    ws.expect_status("SANDBOX_KILLING").await;
-    ws.expect_status("SANDBOX_KILLED").await;
-    ws.expect_close(1000).await;
-    // Without the token the sandbox is not to be had, be it there or not.
-    let mut ws = Ws::connect(server.address(), &format!("/attach/{id}"), &headers).await.unwrap();
-    ws.expect_status("SANDBOX_PERMISSION_DENIAL_ERROR").await;
 }

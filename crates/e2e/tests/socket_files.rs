@@ -45,18 +45,18 @@ async fn files_are_written_read_listed_renamed_and_removed_on_the_socket() {
     assert!(read == noise);
     let behind = ask(&mut ws, json!({"action": "file", "op": "read", "path": "/root/noise", "offset": 3_000_000})).await;
     assert_eq!((&behind["data"], &behind["end"]), (&json!(""), &json!(true)), "{behind}");
-    assert_eq!(ask(&mut ws, json!({"action": "file", "op": "mkdir", "path": "/root/d"})).await["file"]["kind"], "directory");
+    assert_eq!(ask(&mut ws, json!({"action": "file", "op": "mkdir", "path": "/root/a/d"})).await["file"]["kind"], "directory");
     assert_eq!(
-        ask(&mut ws, json!({"action": "file", "op": "rename", "path": "/root/noise", "to": "/root/d/n"})).await["file"]["path"],
-        "/root/d/n"
+        ask(&mut ws, json!({"action": "file", "op": "rename", "path": "/root/noise", "to": "/root/a/d/n"})).await["file"]["path"],
+        "/root/a/d/n"
     );
-    let page = ask(&mut ws, json!({"action": "file", "op": "list", "path": "/root", "limit": 1})).await;
-    assert_eq!((&page["items"][0]["name"], page["items"].as_array().unwrap().len()), (&json!("a"), 1), "{page}");
-    let next = ask(&mut ws, json!({"action": "file", "op": "list", "path": "/root", "limit": 1, "cursor": page["next_cursor"]})).await;
+    let page = ask(&mut ws, json!({"action": "file", "op": "list", "path": "/root/a", "limit": 1})).await;
+    assert_eq!((&page["items"][0]["name"], page["items"].as_array().unwrap().len()), (&json!("b.txt"), 1), "{page}");
+    let next = ask(&mut ws, json!({"action": "file", "op": "list", "path": "/root/a", "limit": 1, "cursor": page["next_cursor"]})).await;
     assert_eq!(next["items"][0]["name"], "d", "{next}");
-    assert_eq!(ask(&mut ws, json!({"action": "file", "op": "remove", "path": "/root/d"})).await["error"]["code"], "not_empty");
-    assert_eq!(ask(&mut ws, json!({"action": "file", "op": "remove", "path": "/root/d", "recursive": true})).await.get("error"), None);
-    assert_eq!(ws.bash("cat a/b.txt; stat -c %a a/b.txt; ls").await.ok(), "héllo600\na\n");
+    assert_eq!(ask(&mut ws, json!({"action": "file", "op": "remove", "path": "/root/a/d"})).await["error"]["code"], "not_empty");
+    assert_eq!(ask(&mut ws, json!({"action": "file", "op": "remove", "path": "/root/a/d", "recursive": true})).await.get("error"), None);
+    assert_eq!(ws.bash("cat a/b.txt; stat -c %a a/b.txt; ls a").await.ok(), "héllo600\nb.txt\n");
 }
 
 #[tokio::test]

@@ -97,11 +97,14 @@ impl<B> Post<B> {
 
 fn typed<B: DeserializeOwned>(fields: Map<String, Value>) -> Result<B, ApiError> {
     serde_path_to_error::deserialize(Value::Object(fields)).map_err(|error| {
-        let (path, mut problem) = (error.path().to_string(), error.inner().to_string());
-        // It may quote what was sent, which may be long.
-        if let Some((end, _)) = problem.char_indices().nth(500) {
-            problem.truncate(end);
-        }
+        // Both may quote what was sent, which may be long.
+        let short = |mut text: String| {
+            if let Some((end, _)) = text.char_indices().nth(500) {
+                text.truncate(end);
+            }
+            text
+        };
+        let (path, problem) = (short(error.path().to_string()), short(error.inner().to_string()));
         if path == "." { ApiError::invalid(format!("{problem}.")) } else { ApiError::invalid(format!("{path}: {problem}.")) }
     })
 }
