@@ -115,7 +115,9 @@ impl Here {
     }
 
     fn below(&self, dir: &str) -> Vec<PathBuf> {
-        self.files().into_iter().filter(|path| path.starts_with(self.root.path().join(dir))).collect()
+        // What is still being written has a number behind its name, and nobody sees it.
+        let whole = |path: &PathBuf| !path.to_string_lossy().contains('#');
+        self.files().into_iter().filter(|path| path.starts_with(self.root.path().join(dir)) && whole(path)).collect()
     }
 }
 
