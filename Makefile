@@ -22,10 +22,11 @@ test: test-image
 soak: test-image
 	scripts/soak
 
-# The lease and the handoff, and collection against writers, each on SEEDS seeded schedules of faults; a failing seed says how to replay it.
+# The lease and the handoff, and collection against writers, in a directory and in a bucket, each on SEEDS seeded schedules of faults; a failing seed says how to replay it.
 SEEDS ?= 1000
 sim: setup
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --seeds $(SEEDS)
+	$(CARGO) run --release --quiet -p sandboxer-sim -- --bucket --seeds $(SEEDS)
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --collection --seeds $(SEEDS)
 	$(CARGO) run --release --quiet -p sandboxer-sim -- --bucket --collection --seeds $(SEEDS)
 

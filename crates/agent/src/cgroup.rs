@@ -4,6 +4,7 @@
 //! /            the agent and init: never limited, never killed
 //! /user        pids.max
 //! /user/exec-N one execution with all that descends from it, background processes included
+//! /spare       interpreters that wait for an execution; no more than may wait, whatever one of them is made to start
 //! ```
 //!
 //! A program is put into its group before it starts, by itself; it can't leave, since it has no way to this file system.
@@ -26,6 +27,10 @@ pub(crate) struct Groups {
 
 fn user() -> PathBuf {
     PathBuf::from(MOUNT).join("user")
+}
+
+fn spare() -> PathBuf {
+    PathBuf::from(MOUNT).join("spare")
 }
 
 fn group(serial: Serial) -> PathBuf {
@@ -57,6 +62,22 @@ impl Groups {
         // Never one that is there already: the processes in it would be another execution's.
         fs::create_dir(&path)?;
         OpenOptions::new().write(true).open(path.join("cgroup.procs"))
+    }
+
+    /// The group of interpreters that wait, made if it is not there yet.
+    pub(crate) fn join_spares(&self, at_most: usize) -> io::Result<File> {
+        if !spare().exists() {
+            fs::create_dir(spare())?;
+        }
+        if self.limits_pids {
+            fs::write(spare().join("pids.max"), at_most.to_string())?;
+        }
+        OpenOptions::new().write(true).open(spare().join("cgroup.procs"))
+    }
+
+    /// The interpreters that wait, by the agent's numbers.
+    pub(crate) fn spares(&self) -> Vec<i32> {
+        read_pids(&spare().join("cgroup.procs"))
     }
 
     /// The processes of an execution, by the agent's numbers.

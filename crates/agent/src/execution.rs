@@ -196,7 +196,8 @@ impl Execution {
         while self.sink_writable
             && let Some(front) = self.input.front()
         {
-            match sink.write(front) {
+            let piece = if self.tty { up_to_signal(sink, front) } else { front };
+            match sink.write(piece) {
                 Ok(count) => self.input.fed(count),
                 Err(error) => match error.kind() {
                     io::ErrorKind::Interrupted => {}
@@ -289,6 +290,23 @@ impl Output {
     pub(crate) fn connect(&mut self, source: OwnedFd) {
         self.source = Some(source.into());
         self.readable = true;
+    }
+}
+
+/// What of this may be typed at once. A key that means a signal is typed alone, and what was typed before it and nobody has read is forgotten, as on
+/// every terminal. gVisor does not do that by itself: it does not even look at such a key while a line before it waits to be read, so that nothing could
+/// interrupt a program that does not read.
+fn up_to_signal<'a>(terminal: &File, keys: &'a [u8]) -> &'a [u8] {
+    let Some(signals) = sys::signal_keys(terminal.as_fd()) else { return keys };
+    // Zero is no key: the terminal has none for that signal.
+    match keys.iter().position(|key| *key != 0 && signals.contains(key)) {
+        None => keys,
+        Some(0) => {
+            // A gVisor that can't forget has the key wait for the reader.
+            let _ = sys::forget_typed(terminal.as_fd());
+            &keys[..1]
+        }
+        Some(at) => &keys[..at],
     }
 }
 

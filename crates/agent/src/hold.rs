@@ -24,13 +24,13 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// All processes but this one and `init`.
-    pub(crate) fn all_but(init: Option<i32>) -> io::Result<Self> {
+    /// All processes but this one and those.
+    pub(crate) fn all_but(others: &[i32]) -> io::Result<Self> {
         let mut held = Self::default();
         let until = Instant::now() + HOLD_WITHIN;
         loop {
             let mut new = false;
-            for thread in threads(init) {
+            for thread in threads(others) {
                 if held.threads.contains_key(&thread) {
                     continue;
                 }
@@ -160,19 +160,19 @@ fn wait_for_child(at_most: Duration) {
     }
 }
 
-/// Whether there is no process but this one and `init`. One that has ended does nothing any more.
-pub(crate) fn nobody_but(init: Option<i32>) -> bool {
-    threads(init).next().is_none()
+/// Whether there is no process but this one and those. One that has ended does nothing any more.
+pub(crate) fn nobody_but(others: &[i32]) -> bool {
+    threads(others).next().is_none()
 }
 
-/// The threads of all processes but this one and `init`.
-fn threads(init: Option<i32>) -> impl Iterator<Item = i32> {
+/// The threads of all processes but this one and those.
+fn threads(others: &[i32]) -> impl Iterator<Item = i32> {
     let numbers = |path: &str| -> Vec<i32> {
         let entries = fs::read_dir(path).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
     };
     let own = i32::try_from(std::process::id()).unwrap_or(1);
-    let processes = numbers("/proc").into_iter().filter(move |pid| *pid != own && Some(*pid) != init);
+    let processes = numbers("/proc").into_iter().filter(move |pid| *pid != own && !others.contains(pid));
     processes
         .flat_map(move |pid| numbers(&format!("/proc/{pid}/task")))
         .filter(|thread| !state(*thread).is_none_or(|state| matches!(state, 'Z' | 'X')))

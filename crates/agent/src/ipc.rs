@@ -30,13 +30,30 @@ pub(crate) enum Request {
         head: usize,
         group: bool,
     },
+    /// Starts an interpreter that waits for the code of the execution with this number. With descriptors: a file that holds the [`Waiting`]
+    /// (`head` bytes of JSON); the `cgroup.procs` of those that wait, and of the execution; standard input, output and error.
+    Spare {
+        serial: Serial,
+        head: usize,
+    },
+    /// As `Spawn`, by the interpreter that waits with this number, or afresh with what was prepared for that. With the file alone.
+    HandOver {
+        serial: Serial,
+        head: usize,
+        input: bool,
+    },
+    /// It is not wanted any more.
+    Drop {
+        serial: Serial,
+    },
     Signal {
         serial: Serial,
         signal: i32,
     },
-    /// Kills the program and what descends from it, where there are no groups to do it by.
+    /// The program is killed. `tree`: by init, with what descends from it, since there are no groups to do it by.
     Kill {
         serial: Serial,
+        tree: bool,
     },
     /// Which copy of the sandbox this is, for programs to read.
     Generation {
@@ -52,6 +69,14 @@ pub(crate) struct Program {
     pub(crate) tty: Option<TerminalSize>,
 }
 
+/// An interpreter that is to wait.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Waiting {
+    pub(crate) language: Language,
+    pub(crate) env: BTreeMap<String, String>,
+    pub(crate) warm_modules: Vec<String>,
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Report {
@@ -60,10 +85,15 @@ pub(crate) enum Report {
     /// With the agent's end of the terminal, if there is one.
     Started {
         serial: Serial,
+        by_spare: bool,
     },
     Failed {
         serial: Serial,
         message: String,
+    },
+    /// An interpreter that waited has ended, or could not be started. What was prepared for it is kept until it is dropped.
+    SpareGone {
+        serial: Serial,
     },
     Exited {
         serial: Serial,

@@ -11,7 +11,7 @@ use bytes::{Buf, BytesMut};
 use sandboxer_agent::window::Window;
 use sandboxer_protocol::agent::{
     AgentDecoder, AgentEvent, ExecutionNumber, FromAgent, Marker, Nonce, Stream, encode_files_from_agent, encode_from_agent, encode_output,
-    encode_reply_opening,
+    encode_reply_opening, encode_tunnel_from_agent,
 };
 use sandboxer_protocol::limits::MAX_OUTPUT_PIECE_BYTES;
 
@@ -214,6 +214,17 @@ impl Link {
     pub(crate) fn send_files(&mut self, sequence: u64, offset: u64, data: &[u8]) {
         let mut head = BytesMut::with_capacity(32);
         encode_files_from_agent(&mut head, sequence, offset, &[]);
+        self.send_behind(head, data);
+    }
+
+    /// Sends a piece of a stream of the network, likewise.
+    pub(crate) fn send_tunnel(&mut self, stream: u64, data: &[u8]) {
+        let mut head = BytesMut::with_capacity(32);
+        encode_tunnel_from_agent(&mut head, stream, &[]);
+        self.send_behind(head, data);
+    }
+
+    fn send_behind(&mut self, mut head: BytesMut, data: &[u8]) {
         add_to_length(&mut head, data.len());
         match self.output.write_vectored(&[IoSlice::new(&head), IoSlice::new(data)]) {
             Ok(written) => {
@@ -284,6 +295,7 @@ mod tests {
             files: true,
             single_files: true,
             watches: true,
+            tunnel: true,
         }
     }
 

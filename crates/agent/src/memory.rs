@@ -12,6 +12,10 @@ use crate::{cgroup::reread, sys};
 
 /// Of the limit; above it the largest process goes.
 const KILL_AT_PERCENT: u64 = 95;
+/// Those that wait go before that, so that their memory is back by then.
+const SPARES_GO_AT_PERCENT: u64 = 80;
+/// What may be borne of it meanwhile: a part of what the host allows beyond the limit.
+const MOST_RETURNED: u64 = 64 * 1024 * 1024;
 /// How fast a program is expected to use memory up at most; sets how often we look.
 const BYTES_PER_MILLISECOND: u64 = 4 * 1024 * 1024;
 const OFTEN: Duration = Duration::from_millis(5);
@@ -28,6 +32,16 @@ pub(crate) struct MemoryWatch {
     next: Option<Instant>,
     /// When the last one was killed, and what was in use then.
     killed: Option<(Instant, u64)>,
+    /// Until when the memory of those that waited may still be on its way back, and how much: that is not the user's.
+    returning: Option<(Instant, u64)>,
+}
+
+/// What has to go, or has gone.
+#[derive(Debug)]
+pub(crate) enum Pressure {
+    /// Those that wait for executions; nobody misses them.
+    Spares,
+    Killed(Victim),
 }
 
 /// A process that was killed.
@@ -40,7 +54,7 @@ pub(crate) struct Victim {
 
 impl MemoryWatch {
     pub(crate) fn new(limit: u64) -> Option<Self> {
-        Some(Self { limit, meminfo: File::open("/proc/meminfo").ok()?, text: String::new(), next: None, killed: None })
+        Some(Self { limit, meminfo: File::open("/proc/meminfo").ok()?, text: String::new(), next: None, killed: None, returning: None })
     }
 
     /// User processes may exist from now on.
@@ -53,21 +67,39 @@ impl MemoryWatch {
         self.next
     }
 
-    /// Looks, if it is time to. `init` is spared.
-    pub(crate) fn tick(&mut self, now: Instant, init: Option<i32>) -> Option<Victim> {
-        if self.next.is_none_or(|next| now < next) {
+    /// Whether it is time to look.
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        self.next.is_some_and(|next| now >= next)
+    }
+
+    /// Whether a good part of the limit is unused.
+    pub(crate) fn has_room(&mut self) -> bool {
+        self.used().is_some_and(|used| used < self.limit / 4 * 3)
+    }
+
+    /// Looks, if it is time to. Neither `init` nor the `spares` are the user's.
+    pub(crate) fn tick(&mut self, now: Instant, init: Option<i32>, spares: &[i32]) -> Option<Pressure> {
+        if !self.is_due(now) {
             return None;
         }
+        let spared: Vec<i32> = init.into_iter().chain(spares.iter().copied()).collect();
         let Some(used) = self.used() else {
             self.next = Some(now + SELDOM);
             return None;
         };
-        let threshold = self.limit / 100 * KILL_AT_PERCENT;
+        if !spares.is_empty() && used >= self.limit / 100 * SPARES_GO_AT_PERCENT {
+            let theirs: u64 = spares.iter().filter_map(|pid| resident_bytes(*pid)).sum();
+            self.returning = Some((now + GRACE, theirs.min(MOST_RETURNED)));
+            self.next = Some(now + OFTEN);
+            return Some(Pressure::Spares);
+        }
+        let returning = self.returning.filter(|(until, _)| now < *until).map_or(0, |(_, bytes)| bytes);
+        let threshold = self.limit / 100 * KILL_AT_PERCENT + returning;
         let room = threshold.saturating_sub(used);
         if room > 0 {
             self.killed = None;
             let wait = Duration::from_millis(room / BYTES_PER_MILLISECOND).clamp(OFTEN, SELDOM);
-            self.next = if wait == SELDOM && user_processes(init).next().is_none() { None } else { Some(now + wait) };
+            self.next = if wait == SELDOM && user_processes(&spared).next().is_none() { None } else { Some(now + wait) };
             return None;
         }
         self.next = Some(now + OFTEN);
@@ -77,7 +109,7 @@ impl MemoryWatch {
         {
             return None;
         }
-        let victim = user_processes(init).filter_map(|pid| Some((resident_bytes(pid)?, pid))).max();
+        let victim = user_processes(&spared).filter_map(|pid| Some((resident_bytes(pid)?, pid))).max();
         let Some((resident_bytes, pid)) = victim else {
             // It is all in files.
             self.next = None;
@@ -86,7 +118,7 @@ impl MemoryWatch {
         let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim_end().to_owned();
         sys::kill(pid, libc::SIGKILL).ok()?;
         self.killed = Some((now, used));
-        Some(Victim { pid, command, resident_bytes })
+        Some(Pressure::Killed(Victim { pid, command, resident_bytes }))
     }
 
     fn used(&mut self) -> Option<u64> {
@@ -99,9 +131,9 @@ impl MemoryWatch {
     }
 }
 
-fn user_processes(init: Option<i32>) -> impl Iterator<Item = i32> {
+fn user_processes(spared: &[i32]) -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).filter(move |pid| *pid != 1 && Some(*pid) != init)
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).filter(move |pid| *pid != 1 && !spared.contains(pid))
 }
 
 fn resident_bytes(pid: i32) -> Option<u64> {

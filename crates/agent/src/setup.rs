@@ -96,7 +96,7 @@ pub(crate) fn start_init() -> io::Result<InitProcess> {
         group: None,
         // The name of the host is the agent's to give; programs can't change it.
         namespaces: libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::CLONE_NEWIPC,
-        extra: Some(theirs.as_raw_fd()),
+        extra: &[theirs.as_raw_fd()],
     };
     let pid = spawn(&plan)
         .map_err(|failed| io::Error::new(failed.error.kind(), format!("starting init ({:?}): {}", failed.step, failed.error)))?;

@@ -45,8 +45,8 @@ pub(crate) struct Plan<'a> {
     pub(crate) group: Option<RawFd>,
     /// Namespaces of its own (`CLONE_NEW…`).
     pub(crate) namespaces: c_int,
-    /// One descriptor (3) that the program gets besides, if any.
-    pub(crate) extra: Option<RawFd>,
+    /// What the program gets besides, as descriptors 3 and following. None of them may be one of these already, unless in its place.
+    pub(crate) extra: &'a [RawFd],
 }
 
 /// Everything the child needs, prepared: it must not allocate.
@@ -59,6 +59,7 @@ struct Order<'a> {
     errno: c_int,
 }
 
+const FIRST_EXTRA: RawFd = 3;
 const STACK_BYTES: usize = 64 * 1024;
 
 fn pointers(strings: &[CString]) -> Vec<*const c_char> {
@@ -124,9 +125,9 @@ fn prepare_and_execute(order: &Order<'_>) -> (Step, c_int) {
                 return (Step::Descriptors, errno());
             }
         }
-        if let Some(extra) = plan.extra {
-            // The descriptor may be number 3 itself: then only the flag that would close it goes.
-            let moved = if extra == 3 { libc::fcntl(3, libc::F_SETFD, 0) } else { libc::dup2(extra, 3) };
+        for (to, from) in (FIRST_EXTRA..).zip(plan.extra) {
+            // In its place already: then only the flag that would close it goes.
+            let moved = if *from == to { libc::fcntl(to, libc::F_SETFD, 0) } else { libc::dup2(*from, to) };
             if moved < 0 {
                 return (Step::Descriptors, errno());
             }
@@ -187,7 +188,7 @@ mod tests {
             terminal: false,
             group: None,
             namespaces: 0,
-            extra: None,
+            extra: &[],
         });
         drop(write);
         let mut output = String::new();

@@ -81,6 +81,22 @@ pub(crate) fn foreground_group(fd: BorrowedFd<'_>) -> io::Result<i32> {
     Ok(group)
 }
 
+/// The keys by which a terminal sends a signal now, and forgets what was typed before them. None if it does neither.
+pub(crate) fn signal_keys(terminal: BorrowedFd<'_>) -> Option<[u8; 3]> {
+    // SAFETY: a termios is made of numbers only, and zeros are a value of each.
+    let mut modes = unsafe { std::mem::zeroed::<libc::termios>() };
+    // SAFETY: tcgetattr stores one termios, and `modes` is one.
+    check(unsafe { libc::tcgetattr(terminal.as_raw_fd(), &raw mut modes) }).ok()?;
+    let on = modes.c_lflag & libc::ISIG != 0 && modes.c_lflag & libc::NOFLSH == 0;
+    on.then(|| [libc::VINTR, libc::VQUIT, libc::VSUSP].map(|key| modes.c_cc[key]))
+}
+
+/// What was typed into a terminal and not read is gone.
+pub(crate) fn forget_typed(terminal: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: takes numbers only. Seen from this end, what the other one is to read is output.
+    check(unsafe { libc::tcflush(terminal.as_raw_fd(), libc::TCOFLUSH) }).map(drop)
+}
+
 /// Makes the other end of a terminal usable and says its number.
 pub(crate) fn unlock_terminal(master: BorrowedFd<'_>) -> io::Result<u32> {
     let unlock: libc::c_int = 0;
@@ -98,6 +114,22 @@ pub(crate) fn memory_file() -> io::Result<OwnedFd> {
     let fd = check(unsafe { libc::memfd_create(c"request".as_ptr(), libc::MFD_CLOEXEC) })?;
     // SAFETY: the descriptor is fresh and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The same as a descriptor that is not below `from`.
+pub(crate) fn high(fd: BorrowedFd<'_>, from: i32) -> io::Result<OwnedFd> {
+    // SAFETY: takes numbers only.
+    let fd = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, from) })?;
+    // SAFETY: the descriptor is fresh and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Drawn by chance.
+pub(crate) fn random_number() -> u32 {
+    let mut bytes = [0u8; 4];
+    // SAFETY: writes at most these four bytes. So few are always had at once.
+    unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    u32::from_ne_bytes(bytes)
 }
 
 pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {

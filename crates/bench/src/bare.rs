@@ -99,7 +99,10 @@ impl Bare {
                 }
                 FromAgentFrame::Control(FromAgent::Exited { number: of, exit: how }) if of == number => exit = Some(how),
                 FromAgentFrame::Control(FromAgent::StartFailed { message, .. }) => bail!("it could not be started: {message}"),
-                FromAgentFrame::Output { .. } | FromAgentFrame::Control(_) | FromAgentFrame::Files { .. } => {}
+                FromAgentFrame::Output { .. }
+                | FromAgentFrame::Control(_)
+                | FromAgentFrame::Files { .. }
+                | FromAgentFrame::Tunnel { .. } => {}
             }
         };
         let done_ms = ms_since(begun);

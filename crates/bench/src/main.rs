@@ -196,8 +196,8 @@ async fn grow(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<V
         fs::create_dir(directory)?;
     }
     let binary = args.server.clone().unwrap_or_else(|| beside.join("sandboxer"));
-    let plain = Server::start(&binary, runsc, args.image_dir.as_deref(), &plain, None, None).await?;
-    let kept = Server::start(&binary, runsc, args.image_dir.as_deref(), &kept, Some(&volume), None).await?;
+    let plain = Server::start(&binary, runsc, args.image_dir.as_deref(), &plain, None, None, None).await?;
+    let kept = Server::start(&binary, runsc, args.image_dir.as_deref(), &kept, Some(&volume), None, None).await?;
     let steps = growth::measure(&plain, &kept, growth::largest_mib(home)).await;
     plain.end().await?;
     kept.end().await?;
@@ -205,15 +205,17 @@ async fn grow(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<V
 }
 
 async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<Bench> {
-    let [server_home, ready_home, raw_home, bare_home, package_home] =
-        ["server", "ready", "raw", "bare", "package"].map(|name| home.join(name));
-    for directory in [&server_home, &ready_home, &raw_home, &bare_home, &package_home] {
+    let [server_home, fresh_home, ready_home, raw_home, bare_home, package_home] =
+        ["server", "fresh", "ready", "raw", "bare", "package"].map(|name| home.join(name));
+    for directory in [&server_home, &fresh_home, &ready_home, &raw_home, &bare_home, &package_home] {
         fs::create_dir(directory)?;
     }
     let binary = args.server.clone().unwrap_or_else(|| beside.join("sandboxer"));
-    let server = Server::start(&binary, runsc, args.image_dir.as_deref(), &server_home, None, Some(0)).await?;
-    let ready = Server::start(&binary, runsc, args.image_dir.as_deref(), &ready_home, None, None).await?;
+    let server = Server::start(&binary, runsc, args.image_dir.as_deref(), &server_home, None, Some(0), Some(1)).await?;
+    let fresh = Server::start(&binary, runsc, args.image_dir.as_deref(), &fresh_home, None, Some(0), Some(0)).await?;
+    let ready = Server::start(&binary, runsc, args.image_dir.as_deref(), &ready_home, None, None, Some(1)).await?;
     let (client, _) = Client::create(server.address).await.context("the first sandbox of the server")?;
+    let (fresh_client, _) = Client::create(fresh.address).await.context("the first sandbox of the server without spares")?;
     let image = server.image_of(&client.sandbox_id)?;
     let mut raw = Raw::open(runsc.to_owned(), &raw_home, image.clone()).await?;
     let (raw_sandbox, _) = raw.create().await.context("the first raw sandbox")?;
@@ -235,6 +237,8 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
         server,
         ready,
         client,
+        fresh,
+        fresh_client,
         package,
         package_home,
         package_error,
@@ -252,8 +256,8 @@ async fn start_saves(args: &Args, binary: &Path, runsc: &Path, home: &Path) -> R
         fs::create_dir(directory)?;
     }
     Ok(Saves {
-        one: Server::start(binary, runsc, args.image_dir.as_deref(), &one, Some(&volume), None).await?,
-        other: Server::start(binary, runsc, args.image_dir.as_deref(), &other, Some(&volume), None).await?,
+        one: Server::start(binary, runsc, args.image_dir.as_deref(), &one, Some(&volume), None, None).await?,
+        other: Server::start(binary, runsc, args.image_dir.as_deref(), &other, Some(&volume), None, None).await?,
         volume,
         work,
     })

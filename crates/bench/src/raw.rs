@@ -51,6 +51,7 @@ pub(crate) fn agent_config(marker: &Marker) -> AgentConfig {
         pids: Some(256),
         output_window_bytes: 8 * MIB,
         stdin_window_bytes: 8 * MIB,
+        spares: None,
     }
 }
 

@@ -1,6 +1,6 @@
 //! One round measures everything once by every means, one after the other, so that whatever the machine does meanwhile is done to all.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Instant};
 
 use anyhow::{Context as _, Result};
 
@@ -12,7 +12,7 @@ use crate::{
     memory::{processes_under, pss_mib},
     package::Package,
     programs::{self, Program},
-    raw::{Raw, RawSandbox},
+    raw::{Raw, RawSandbox, ms_since},
     samples::{Column, Row, Samples},
     saves::Saves,
     server::{Server, Waits},
@@ -23,17 +23,20 @@ use crate::{
 struct Rows {
     first: Option<Row>,
     done: Row,
-    agent: Option<Row>,
 }
 
-const ECHO: Rows = Rows { first: Some(Row::EchoFirst), done: Row::EchoDone, agent: Some(Row::EchoAgent) };
-const PRINT: Rows = Rows { first: Some(Row::PrintFirst), done: Row::PrintDone, agent: None };
-const IMPORTS: Rows = Rows { first: Some(Row::ImportsFirst), done: Row::ImportsDone, agent: None };
+const ECHO: Rows = Rows { first: Some(Row::EchoFirst), done: Row::EchoDone };
+const PRINT: Rows = Rows { first: Some(Row::PrintFirst), done: Row::PrintDone };
+const IMPORTS: Rows = Rows { first: Some(Row::ImportsFirst), done: Row::ImportsDone };
 
 /// Short ones are run more often in a round.
 const ECHOES: usize = 4;
 const READY: usize = 3;
 const PRINTS: usize = 2;
+/// So many in a row, a third of them Python, in each round: with 15 rounds far more than 200.
+const BACK_TO_BACK: usize = 30;
+/// After this the interpreters wait again that the last program took, their modules loaded. Programs of users come further apart than ours.
+const WAIT_AGAIN: std::time::Duration = std::time::Duration::from_millis(700);
 
 const LARGE_WRITE: usize = 64 * 1024;
 const SMALL_WRITE: usize = 4 * 1024;
@@ -48,6 +51,9 @@ pub(crate) struct Bench {
     /// One that has sandboxes waiting; the other one has none.
     pub(crate) ready: Server,
     pub(crate) client: Client,
+    /// One whose sandboxes have no interpreters that wait, and a sandbox of it.
+    pub(crate) fresh: Server,
+    pub(crate) fresh_client: Client,
     /// None: not there, or it has failed.
     pub(crate) package: Option<Package>,
     pub(crate) package_home: PathBuf,
@@ -88,7 +94,36 @@ impl Bench {
         for repeat in 0..PRINTS {
             self.program(round + repeat, &programs::print(), &PRINT).await?;
         }
-        self.program(round, &programs::imports(), &IMPORTS).await
+        self.program(round, &programs::imports(), &IMPORTS).await?;
+        for repeat in 0..ECHOES {
+            let timing = self.fresh_client.run(&programs::echo()).await.context("bash echo without spares")?;
+            self.samples.add(Row::EchoFresh, Column::Server, timing.done_ms);
+            if let Some(agent_ms) = timing.agent_ms {
+                self.samples.add(Row::EchoAgent, Column::Server, agent_ms);
+            }
+            if repeat == 0 {
+                self.back_to_back(round).await.context("back to back")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// With spares, which run dry, and without.
+    async fn back_to_back(&mut self, round: usize) -> Result<()> {
+        let programs = [programs::echo(), programs::echo(), programs::print()];
+        for turn in 0..2 {
+            let (row, client) = if (round + turn).is_multiple_of(2) {
+                (Row::BackToBack, &mut self.client)
+            } else {
+                (Row::BackToBackFresh, &mut self.fresh_client)
+            };
+            let begun = Instant::now();
+            for at in 0..BACK_TO_BACK {
+                client.run(&programs[at % programs.len()]).await?;
+            }
+            self.samples.add(row, Column::Server, ms_since(begun));
+        }
+        Ok(())
     }
 
     async fn throughput(&mut self, round: usize) -> Result<()> {
@@ -154,12 +189,13 @@ impl Bench {
 
     async fn program(&mut self, turn: usize, program: &Program, rows: &Rows) -> Result<()> {
         for column in turned(turn) {
+            if column == Column::Server {
+                tokio::time::sleep(WAIT_AGAIN).await;
+            }
             let Some(timing) = self.run(column, program).await? else { continue };
             self.samples.add(rows.done, column, timing.done_ms);
-            for (row, value) in [(rows.first, timing.first_ms), (rows.agent, timing.agent_ms)] {
-                if let (Some(row), Some(value)) = (row, value) {
-                    self.samples.add(row, column, value);
-                }
+            if let (Some(row), Some(value)) = (rows.first, timing.first_ms) {
+                self.samples.add(row, column, value);
             }
         }
         Ok(())
@@ -199,7 +235,11 @@ impl Bench {
 
     /// Memory of idle sandboxes, `count` of each kind.
     pub(crate) async fn memory(&mut self, count: usize) -> Result<()> {
-        self.memory_of_server(count).await.context("memory: this server")?;
+        let (of_sandboxes, of_server) = memory_of(&self.fresh, count).await.context("memory: this server, no spares")?;
+        self.samples.add(Row::Memory, Column::Server, of_sandboxes);
+        self.samples.add(Row::MemoryOfServer, Column::Server, of_server);
+        let (with_spares, _) = memory_of(&self.server, count).await.context("memory: this server")?;
+        self.samples.add(Row::MemoryOfSpares, Column::Server, with_spares - of_sandboxes);
         let before = self.raw_memory();
         let mut sandboxes = Vec::new();
         for _ in 0..count {
@@ -226,31 +266,13 @@ impl Bench {
         pss_mib(&processes_under(self.raw.home(), 0))
     }
 
-    async fn memory_of_server(&mut self, count: usize) -> Result<()> {
-        let of_sandboxes = || pss_mib(&processes_under(&self.server.data, self.server.pid()));
-        let of_server = || pss_mib(&[self.server.pid()]);
-        tokio::time::sleep(REST).await;
-        let (sandboxes, server) = (of_sandboxes(), of_server());
-        let mut clients = Vec::new();
-        for _ in 0..count {
-            clients.push(Client::create(self.server.address).await?.0);
-        }
-        tokio::time::sleep(REST).await;
-        let values = [(Row::Memory, of_sandboxes() - sandboxes), (Row::MemoryOfServer, of_server() - server)];
-        for (row, value) in values {
-            self.samples.add(row, Column::Server, share(value, count));
-        }
-        for client in clients {
-            client.kill().await?;
-        }
-        Ok(())
-    }
-
     pub(crate) async fn end(self) -> Result<()> {
         self.client.kill().await?;
+        self.fresh_client.kill().await?;
         self.bare.remove().await?;
         self.raw.remove(self.raw_sandbox).await?;
         self.server.end().await?;
+        self.fresh.end().await?;
         self.ready.end().await?;
         if let Some(saves) = self.saves {
             saves.end().await?;
@@ -260,6 +282,24 @@ impl Bench {
             None => Ok(()),
         }
     }
+}
+
+/// Of each of so many idle sandboxes, and of the server for it.
+async fn memory_of(server: &Server, count: usize) -> Result<(f64, f64)> {
+    let of_sandboxes = || pss_mib(&processes_under(&server.data, server.pid()));
+    let of_server = || pss_mib(&[server.pid()]);
+    tokio::time::sleep(REST).await;
+    let (sandboxes, alone) = (of_sandboxes(), of_server());
+    let mut clients = Vec::new();
+    for _ in 0..count {
+        clients.push(Client::create(server.address).await?.0);
+    }
+    tokio::time::sleep(REST).await;
+    let values = (share(of_sandboxes() - sandboxes, count), share(of_server() - alone, count));
+    for client in clients {
+        client.kill().await?;
+    }
+    Ok(values)
 }
 
 /// The columns, another one first each time: what comes first in a round has the machine's caches as something else left them.

@@ -43,7 +43,8 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts it; with a volume, it keeps checkpoints there. Of what waits, it has what is said, or else as much as servers have.
+    /// Starts it; with a volume, it keeps checkpoints there. Of what waits, it has what is said (sandboxes and containers, interpreters of each language), or
+    /// else as much as servers have.
     pub(crate) async fn start(
         binary: &Path,
         runsc: &Path,
@@ -51,6 +52,7 @@ impl Server {
         home: &Path,
         volume: Option<&Path>,
         pool: Option<usize>,
+        spares: Option<usize>,
     ) -> Result<Self> {
         let data = home.join("data");
         let log = home.join("server.log");
@@ -65,6 +67,9 @@ impl Server {
         }
         if let Some(pool) = pool {
             command.args(["--pool", &pool.to_string(), "--restore-pool", &pool.to_string()]);
+        }
+        if let Some(spares) = spares {
+            command.args(["--spare-interpreters", &spares.to_string()]);
         }
         if let Some(volume) = volume {
             command.arg("--checkpoint-path").arg(volume);

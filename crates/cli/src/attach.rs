@@ -13,6 +13,7 @@ use crate::{
     EXIT_USAGE,
     ask::{Ask, Token, text},
     exec::{tell_left, to_its_end},
+    input::Input,
     passing::{Ending, Leave, Others, block_on, collect, failed, write},
 };
 
@@ -87,7 +88,8 @@ async fn stay(args: &AttachArgs, sandbox: &Sandbox) -> Result<ExitCode> {
     };
     let mut leave = Leave::new()?;
     if args.ask.json {
-        let _others = Others::begin(&mut run, !args.no_stdin)?;
+        let input = (!args.no_stdin).then(Input::begin);
+        let _others = Others::begin(&mut run, input.as_ref())?;
         return tokio::select! {
             code = leave.asked() => Ok(ExitCode::from(code)),
             collected = collect(sandbox, &mut run) => collected,

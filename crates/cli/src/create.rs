@@ -77,8 +77,7 @@ struct Native {
     #[arg(long, value_name = "MIB")]
     disk: Option<u64>,
     /// A host that it may reach, such as example.com or *.example.org:443; may be given several times. Without any it has no network
-    // No server offers it yet: they refuse such a sandbox.
-    #[arg(long, value_name = "HOST", hide = true)]
+    #[arg(long, value_name = "HOST")]
     allow: Vec<String>,
     /// Let output that nobody fetches go, the oldest first, in place of making the program wait
     #[arg(long)]

@@ -14,6 +14,7 @@ use serde_json::json;
 
 use crate::{
     ask::{Ask, Token, pair},
+    input::Input,
     passing::{Ending, Leave, Others, block_on, collect, failed, pass_on, tell_timeout},
     run::{no_language, program, seconds},
     terminal::{self, Raw},
@@ -142,7 +143,8 @@ async fn in_sandbox(args: &Args, sandbox: &Sandbox, language: String, code: Stri
     }
     let mut leave = Leave::new()?;
     if args.ask.json {
-        let _others = Others::begin(&mut run, feed)?;
+        let input = feed.then(Input::begin);
+        let _others = Others::begin(&mut run, input.as_ref())?;
         return tokio::select! {
             code = leave.asked() => Ok(ExitCode::from(code)),
             collected = collect(sandbox, &mut run) => collected,
@@ -163,15 +165,15 @@ pub(crate) fn tell_left(id: SandboxId) {
 
 /// Stays with a program to its end. Where the sandbox had to go back to its last save, it stays with what the program is there, and says so.
 pub(crate) async fn to_its_end(sandbox: &Sandbox, run: Run, feed: bool, on_terminal: bool, leave: &mut Leave) -> Result<Ending> {
-    let mut run = run;
+    let (mut run, mut input) = (run, None);
     loop {
         let ended = if on_terminal {
             let raw = Raw::enter()?;
-            let ended = terminal::pass_on(&mut run, leave).await;
+            let ended = terminal::pass_on(&mut run, input.get_or_insert_with(Input::begin), leave).await;
             drop(raw);
             ended
         } else {
-            pass_on(&mut run, feed, leave).await
+            pass_on(&mut run, feed.then(|| &*input.get_or_insert_with(Input::begin)), leave).await
         };
         let error = match ended {
             Ok(ending) => return Ok(ending),

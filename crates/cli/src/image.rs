@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use clap::Subcommand;
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use sandboxer_image::{BaseOptions, Image, ImageName, ImageRef, ImageStore, Limits, Progress, Source, Update};
+use sandboxer_protocol::agent::ImageSpares;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -57,6 +58,12 @@ enum Command {
         /// What to call it: 1 to 64 of A-Z a-z 0-9 . _ -
         #[arg(long)]
         name: ImageName,
+        /// Interpreters of each language that wait in its sandboxes [default: as the server is set; where that is 0, none]
+        #[arg(long, value_name = "N")]
+        spare_interpreters: Option<u32>,
+        /// Modules that a waiting Python of it has imported already, separated by commas [default: as the server is set]
+        #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+        warm_modules: Option<Vec<String>>,
     },
     /// List images
     Ls,
@@ -81,9 +88,13 @@ pub(crate) fn run(args: Args) -> Result<ExitCode> {
             bar.finish();
             show_one(&image, args.json)?;
         }
-        Command::Import { path, name } => {
+        Command::Import { path, name, spare_interpreters, warm_modules } => {
+            let warm_modules = warm_modules.map(|names| names.into_iter().filter(|name| !name.is_empty()).collect());
+            let spares = ImageSpares { each: spare_interpreters, warm_modules };
+            spares.check().map_err(anyhow::Error::msg)?;
+            let said = if spares == ImageSpares::default() { None } else { Some(serde_json::to_string(&spares)?) };
             let bar = Bar::new();
-            let (image, left_out) = store.import(&path, &name, Limits::default(), &bar)?;
+            let (image, left_out) = store.import_with(&path, &name, Limits::default(), said.as_deref(), &bar)?;
             bar.finish();
             if left_out > 0 {
                 eprintln!("left out {left_out} device nodes and named pipes; a sandbox has a /dev of its own");

@@ -14,6 +14,8 @@ mod exec;
 mod extension;
 mod fs_snapshot;
 mod image;
+mod input;
+mod network;
 mod pages;
 mod passing;
 mod run;
@@ -67,6 +69,10 @@ enum Command {
     Rm(workspaces::RemoveArgs),
     /// Copy files and directories into a sandbox or out of it
     Cp(cp::Args),
+    /// Print a link to a server that runs in a sandbox, or forward a local port to it
+    Port(network::PortArgs),
+    /// Show what a sandbox's programs have reached, and what they were refused
+    Network(network::NetworkArgs),
     /// Save the state of a sandbox, which goes on, and print the snapshot's id
     Snapshot(travel::SnapshotArgs),
     /// Make a new sandbox from a snapshot, and print its id
@@ -123,6 +129,8 @@ fn main() -> ExitCode {
         Command::Get(args) => workspaces::get(&args),
         Command::Rm(args) => workspaces::rm(&args),
         Command::Cp(args) => cp::run(&args),
+        Command::Port(args) => network::port(&args),
+        Command::Network(args) => network::network(&args),
         Command::Snapshot(args) => travel::snapshot(&args),
         Command::Checkpoint(args) => travel::checkpoint(&args),
         Command::Checkpoints(args) => travel::checkpoints(&args),

@@ -8,10 +8,9 @@ use std::{
 
 use anyhow::Context as _;
 use sandboxer_client::{Controller, Exit, OutputStream, Piece, Run, Sandbox, Stdin};
-use tokio::{
-    io::AsyncReadExt as _,
-    signal::unix::{Signal, SignalKind, signal},
-};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use crate::input::Input;
 
 /// What a command that runs programs exits with when it fails itself, so that it can be told from the program's own code.
 pub(crate) const EXIT_OWN_FAILURE: u8 = 125;
@@ -19,7 +18,6 @@ pub(crate) const EXIT_OWN_FAILURE: u8 = 125;
 const EXIT_BROKEN_PIPE: u8 = 141;
 /// What `--json` holds of each stream.
 const MAX_COLLECTED_BYTES: usize = 16 * 1024 * 1024;
-const INPUT_BYTES: usize = 64 * 1024;
 
 /// How this command's part in a program came to its end.
 #[derive(Debug)]
@@ -80,9 +78,9 @@ pub(crate) fn block_on(work: impl Future<Output = anyhow::Result<ExitCode>>) -> 
     Ok(code)
 }
 
-/// Passes on output and, with `feed`, input, until the program ends or this command is told to leave.
-pub(crate) async fn pass_on(run: &mut Run, feed: bool, leave: &mut Leave) -> anyhow::Result<Ending> {
-    let others = Others::begin(run, feed)?;
+/// Passes on output and, if there is any, input, until the program ends or this command is told to leave.
+pub(crate) async fn pass_on(run: &mut Run, input: Option<&Input>, leave: &mut Leave) -> anyhow::Result<Ending> {
+    let others = Others::begin(run, input)?;
     let ending = loop {
         tokio::select! {
             code = leave.asked() => break Ending::Left(code),
@@ -102,11 +100,11 @@ pub(crate) async fn pass_on(run: &mut Run, feed: bool, leave: &mut Leave) -> any
 pub(crate) struct Others(Vec<tokio::task::AbortHandle>);
 
 impl Others {
-    pub(crate) fn begin(run: &mut Run, feed: bool) -> io::Result<Self> {
+    pub(crate) fn begin(run: &mut Run, input: Option<&Input>) -> io::Result<Self> {
         let interrupts = signal(SignalKind::interrupt())?;
         let mut tasks = vec![tokio::spawn(interrupt(run.controller(), interrupts)).abort_handle()];
-        if feed {
-            tasks.push(tokio::spawn(feed_input(run.take_stdin())).abort_handle());
+        if let Some(input) = input {
+            tasks.push(tokio::spawn(feed_input(input.clone(), run.take_stdin())).abort_handle());
         }
         Ok(Self(tasks))
     }
@@ -130,14 +128,12 @@ async fn interrupt(controller: Controller, mut interrupts: Signal) {
 }
 
 /// Passes on this command's input until either side has enough.
-async fn feed_input(mut stdin: Stdin) {
-    let mut input = tokio::io::stdin();
-    let mut buffer = vec![0; INPUT_BYTES];
+async fn feed_input(input: Input, mut stdin: Stdin) {
     loop {
-        match input.read(&mut buffer).await {
-            Ok(count @ 1..) if stdin.write(&buffer[..count]).await.is_ok() => {}
-            Ok(1..) => return,
-            Ok(0) => break,
+        match input.next().await {
+            Ok(Some(piece)) if stdin.write(&piece).await.is_ok() => {}
+            Ok(Some(_)) => return,
+            Ok(None) => break,
             Err(error) => {
                 eprintln!("sandboxer: reading the standard input: {error}");
                 break;

@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use crate::{
     EXIT_USAGE,
     ask::{Ask, pair},
+    input::Input,
     passing::{Ending, Leave, Others, block_on, collect, failed, pass_on, tell_timeout},
 };
 
@@ -146,14 +147,15 @@ async fn in_sandbox(args: &RunArgs, sandbox: &Sandbox, language: String, code: S
         execution = execution.timeout(timeout);
     }
     let mut run = sandbox.run(execution).await?;
+    let input = feed.then(Input::begin);
     if args.ask.json {
-        let _others = Others::begin(&mut run, feed)?;
+        let _others = Others::begin(&mut run, input.as_ref())?;
         return tokio::select! {
             code = leave.asked() => Ok(ExitCode::from(code)),
             collected = collect(sandbox, &mut run) => collected,
         };
     }
-    let ending = pass_on(&mut run, feed, &mut leave).await?;
+    let ending = pass_on(&mut run, input.as_ref(), &mut leave).await?;
     if let Ending::Exit(exit) = &ending {
         tell_timeout(exit, args.timeout);
     }

@@ -2,6 +2,7 @@
 
 mod allocator;
 mod lock;
+mod network;
 mod settings;
 
 use std::{

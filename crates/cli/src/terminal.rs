@@ -9,14 +9,15 @@ use anyhow::{Context as _, Result};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 use sandboxer_client::{Controller, Execution, Run, Stdin};
 use tokio::{
-    io::AsyncReadExt as _,
     signal::unix::{SignalKind, signal},
     sync::oneshot,
 };
 
-use crate::passing::{Ending, Leave};
+use crate::{
+    input::Input,
+    passing::{Ending, Leave},
+};
 
-const INPUT_BYTES: usize = 64 * 1024;
 /// What a program inside may know of the terminal here.
 const ABOUT_TERMINAL: [&str; 2] = ["TERM", "COLORTERM"];
 
@@ -88,9 +89,9 @@ pub(crate) fn about_here(mut execution: Execution) -> Execution {
 }
 
 /// Passes on every key and all output until the program ends, or its user leaves it. [`Raw`] was entered.
-pub(crate) async fn pass_on(run: &mut Run, leave: &mut Leave) -> Result<Ending> {
+pub(crate) async fn pass_on(run: &mut Run, input: &Input, leave: &mut Leave) -> Result<Ending> {
     let (left, mut has_left) = oneshot::channel();
-    let typing = tokio::spawn(type_in(run.take_stdin(), left));
+    let typing = tokio::spawn(type_in(input.clone(), run.take_stdin(), left));
     let resizing = tokio::spawn(follow_size(run.controller()));
     let mut interrupts = signal(SignalKind::interrupt())?;
     let ending = loop {
@@ -119,12 +120,10 @@ pub(crate) async fn pass_on(run: &mut Run, leave: &mut Leave) -> Result<Ending> 
 }
 
 /// Every key to the program, until its user says to leave, or the terminal is gone.
-async fn type_in(mut stdin: Stdin, left: oneshot::Sender<()>) {
-    let mut input = tokio::io::stdin();
-    let mut buffer = vec![0; INPUT_BYTES];
+async fn type_in(input: Input, mut stdin: Stdin, left: oneshot::Sender<()>) {
     let mut escape = Escape::default();
-    while let Ok(count @ 1..) = input.read(&mut buffer).await {
-        match escape.typed(&buffer[..count]) {
+    while let Ok(Some(typed)) = input.next().await {
+        match escape.typed(&typed) {
             Typed::Leave => break,
             Typed::Nothing => {}
             Typed::Keys { tilde, keys } => {

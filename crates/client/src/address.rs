@@ -9,6 +9,16 @@ use crate::Error;
 
 /// The address of a server: `http://`, `https://`, `ws://` or `wss://`, a host, and optionally a port and a path before the
 /// server's own paths. Without a scheme it means `http://`.
+///
+/// ```
+/// use sandboxer_client::Address;
+///
+/// let address: Address = "https://sandboxes.example.org/eu".parse()?;
+/// assert!(address.is_secure());
+/// assert_eq!(address.to_string(), "https://sandboxes.example.org:443/eu");
+/// assert!("ftp://example.org".parse::<Address>().is_err());
+/// # Ok::<(), sandboxer_client::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     secure: bool,

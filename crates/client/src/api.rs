@@ -1,6 +1,7 @@
 //! The resource API of a server: plain HTTP, one connection a request.
 
 mod transfer;
+mod upgrade;
 
 use std::time::Duration;
 
@@ -31,6 +32,15 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(2 * 3600);
 type Sent = BoxBody<Bytes, std::io::Error>;
 
 /// What a server answered.
+///
+/// ```no_run
+/// # async fn example(api: sandboxer_client::Api) -> Result<(), Box<dyn std::error::Error>> {
+/// let answer = api.request("GET", "/v1/profiles", None).await?;
+/// if answer.status != 404 {
+///     println!("{}", answer.ok()?["items"]);
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone)]
 pub struct Answer {
     /// As HTTP means it.
@@ -40,6 +50,21 @@ pub struct Answer {
 }
 
 /// The resource API of a server, or of the first of several that can be reached.
+///
+/// ```no_run
+/// # async fn example() -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::{Api, Connection};
+///
+/// let api = Api::new("http://127.0.0.1:8080", &Connection::default().api_key("key"))?;
+/// for sandbox in api.sandboxes().await? {
+///     println!("{} has {} things in /root", sandbox.id, api.files(sandbox.id).list("/root").await?.len());
+/// }
+/// // What this library has no words for can be asked for all the same.
+/// let mut layer = Vec::new();
+/// api.download("/v1/filesystem-snapshots/tools/layer", &mut layer).await?;
+/// api.upload("/v1/filesystem-snapshots/copy/layer", std::io::Cursor::new(layer)).await?;
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone)]
 pub struct Api {
     addresses: Addresses,
@@ -101,9 +126,14 @@ impl Api {
 
     /// Sends a request; what is answered comes when it is read.
     async fn send(&self, method: &str, path: &str, kind: Option<&'static str>, body: Sent) -> Result<Response<Incoming>, Error> {
+        self.deliver(|address| self.build(address, method, path, kind, body)).await
+    }
+
+    /// Sends what is made for the server that can be reached.
+    async fn deliver(&self, make: impl FnOnce(&Address) -> Result<Request<Sent>, Error>) -> Result<Response<Incoming>, Error> {
         let cut = |why: String| Error::Unavailable { message: why };
         let (tcp, address) = self.connect().await?;
-        let request = self.build(address, method, path, kind, body)?;
+        let request = make(address)?;
         let asked = async {
             if address.is_secure() {
                 let stream = tls(address.socket().0, tcp).await.map_err(|why| cut(format!("{address}: {why}")))?;
@@ -133,7 +163,7 @@ impl Api {
     {
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|error| self.cut(error))?;
         // It ends with the request, whose error says all there is to say.
-        tokio::spawn(async move { connection.await.ok() });
+        tokio::spawn(async move { connection.with_upgrades().await.ok() });
         sender.send_request(request).await.map_err(|error| match std::error::Error::source(&error) {
             // What was to be sent could not be read: that is not the server's fault.
             Some(why) if error.is_user() => Error::invalid(format!("what was to be sent could not be read: {why}")),

@@ -27,6 +27,27 @@ fn runtime() -> Result<Arc<Runtime>, Error> {
 }
 
 /// As [`crate::Sandbox`].
+///
+/// ```no_run
+/// # fn example() -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::{Connection, Execution, Options, ResumeFrom, blocking::Sandbox};
+///
+/// let server = "http://127.0.0.1:8080";
+/// let sandbox = Sandbox::create(server, Options::default())?;
+/// sandbox.bash("echo hello > file")?.wait()?;
+/// let run = sandbox.run(Execution::bash("sleep 10; cat file"))?;
+/// println!("{} of {}, set back {} times", run.id(), sandbox.id(), sandbox.generation());
+/// let (id, token) = (sandbox.id(), sandbox.token().map(str::to_owned));
+/// sandbox.close();
+/// let sandbox = Sandbox::attach(server, id, token.as_deref())?;
+/// sandbox.close();
+/// let sandbox = Sandbox::attach_with(server, id, token.as_deref(), Connection::default(), ResumeFrom::peek())?;
+/// if let Some(run) = sandbox.resume()? {
+///     assert_eq!(run.output()?.stdout, b"hello\n");
+/// }
+/// sandbox.kill_sandbox()
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Sandbox {
     runtime: Arc<Runtime>,
@@ -129,6 +150,26 @@ impl Sandbox {
 }
 
 /// As [`crate::Run`]; its output comes by iterating over it.
+///
+/// ```no_run
+/// # fn example(sandbox: sandboxer_client::blocking::Sandbox) -> Result<(), sandboxer_client::Error> {
+/// let mut run = sandbox.python("print(input().upper())")?;
+/// run.write("hello\n")?;
+/// run.flush()?;
+/// run.stdin_eof()?;
+/// assert_eq!(run.output_up_to(100)?.stdout, b"HELLO\n");
+///
+/// let mut run = sandbox.bash("while sleep 1; do date; done")?;
+/// run.resize(50, 132)?;
+/// for piece in run.by_ref().take(3) {
+///     print!("{}", String::from_utf8_lossy(&piece.data));
+/// }
+/// println!("{:?}", run.offsets());
+/// run.signal("SIGINT")?;
+/// run.kill()?;
+/// run.wait()?;
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 pub struct Run {
     runtime: Arc<Runtime>,

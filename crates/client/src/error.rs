@@ -5,6 +5,19 @@ use std::fmt;
 use sandboxer_protocol::client::{EndReason, ErrorCode};
 
 /// Why a call failed. The kind says what to do.
+///
+/// ```no_run
+/// # async fn example(sandbox: sandboxer_client::Sandbox) -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::Error;
+///
+/// match sandbox.python("print('hello')").await {
+///     Ok(run) => println!("{}", run.id()),
+///     Err(error) if error.is_temporary() => println!("later: {error}"),
+///     Err(Error::Rewound { .. }) => println!("it went back: look at it again"),
+///     Err(error) => return Err(error),
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the kind is for programs, its message for people")]
@@ -73,6 +86,18 @@ impl Error {
 }
 
 /// How a sandbox, or a client's part in it, came to its end.
+///
+/// ```no_run
+/// # async fn example(mut run: sandboxer_client::Run) -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::{Ended, Error};
+///
+/// match run.wait().await {
+///     Err(Error::SandboxEnded { reason: Ended::OutOfMemory, .. }) => println!("give it more memory"),
+///     Err(Error::SandboxEnded { reason: Ended::Checkpointed | Ended::HandedOff, .. }) => println!("it goes on elsewhere"),
+///     other => println!("{other:?}"),
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Ended {

@@ -15,9 +15,13 @@ use crate::Error;
 ///
 /// ```
 /// use std::time::Duration;
-/// use sandboxer_client::Execution;
+/// use sandboxer_client::{Execution, ExecutionId};
 ///
-/// let execution = Execution::bash("make test").cwd("/src").env("CI", "1").timeout(Duration::from_secs(600)).stdin(false);
+/// let tests = Execution::bash("make test").cwd("/src").env("CI", "1").timeout(Duration::from_secs(600)).stdin(false);
+/// // Asked for again under the same name, it is not run again.
+/// let once = Execution::python("print(42)").id(ExecutionId::random());
+/// let editor = Execution::new("bash", "exec vi").tty(24, 80).raw(true);
+/// let server = Execution::python("import http.server; http.server.main()").for_others();
 /// ```
 #[derive(Debug, Clone)]
 pub struct Execution {
@@ -127,6 +131,15 @@ impl Execution {
 }
 
 /// How a program ended.
+///
+/// ```no_run
+/// # async fn example(sandbox: sandboxer_client::Sandbox) -> Result<(), sandboxer_client::Error> {
+/// let exit = sandbox.bash("exit 3").await?.wait().await?;
+/// assert!(!exit.success());
+/// assert_eq!((exit.code, exit.signal.as_deref(), exit.timed_out), (Some(3), None, false));
+/// std::process::exit(exit.shell_code().into());
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Exit {

@@ -21,6 +21,8 @@ const PAGE: usize = 1000;
 ///
 /// ```no_run
 /// # async fn example(sandbox: sandboxer_client::Sandbox) -> Result<(), sandboxer_client::Error> {
+/// use std::path::Path;
+///
 /// let files = sandbox.files();
 /// files.write("/root/data/in.csv", "a,b\n1,2\n").await?;
 /// sandbox.bash("sort data/in.csv > data/out.csv").await?.wait().await?;
@@ -28,6 +30,15 @@ const PAGE: usize = 1000;
 /// for file in files.list("/root/data").await? {
 ///     println!("{} {}", file.name, file.size);
 /// }
+/// // What is large passes through.
+/// files.write_from("/root/tool", Some(0o755), tokio::io::empty()).await?;
+/// files.read_into("/root/tool", &mut tokio::io::sink()).await?;
+/// files.upload(Path::new("project"), "/root/project").await?;
+/// files.download("/root/project", Path::new("back")).await?;
+/// files.mkdir("/root/old").await?;
+/// files.rename("/root/tool", "/root/old/tool").await?;
+/// files.remove("/root/old/tool").await?;
+/// files.remove_all("/root/project").await?;
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone)]
@@ -37,6 +48,15 @@ pub struct Files {
 }
 
 /// What something is.
+///
+/// ```no_run
+/// # async fn example(files: sandboxer_client::Files) -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::FileKind;
+///
+/// assert_eq!(files.stat("/root").await?.kind, FileKind::Directory);
+/// assert_eq!(files.link_stat("/bin").await?.kind, FileKind::Symlink);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -53,6 +73,15 @@ pub enum FileKind {
 }
 
 /// What is known of a file.
+///
+/// ```no_run
+/// # async fn example(api: sandboxer_client::Api, id: sandboxer_client::SandboxId) -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::Files;
+///
+/// let info = Files::of(api, id).stat("/etc/hostname").await?;
+/// println!("{} {}:{} {:>8} {}", info.mode, info.uid, info.gid, info.size, info.path);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[non_exhaustive]
 pub struct FileInfo {

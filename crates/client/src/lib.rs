@@ -27,7 +27,7 @@
 //! Features: `tls` (on by default) for `https://` and `wss://` addresses; `blocking` for programs without an async runtime.
 
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test"))]
-#![warn(missing_docs)]
+#![deny(missing_docs)]
 
 mod address;
 mod api;
@@ -40,6 +40,7 @@ mod ends;
 mod error;
 mod execution;
 mod files;
+mod network;
 mod options;
 mod outage;
 mod resources;
@@ -58,6 +59,7 @@ pub use self::{
     error::{Ended, Error},
     execution::{Execution, Exit},
     files::{Change, ChangeKind, Changes, FileInfo, FileKind, Files},
+    network::{NetworkConnection, PortLink},
     options::{Connection, Options},
     resources::{CheckpointInfo, FilesystemInfo, SandboxInfo, SandboxStatus, SnapshotInfo, Target},
     run::{Controller, Output, Run, Stdin},

@@ -13,7 +13,10 @@ use sandboxer_protocol::{
 /// use std::time::Duration;
 /// use sandboxer_client::Connection;
 ///
-/// let connection = Connection::default().api_key("key").give_up_after(Duration::from_secs(30));
+/// let seconds = Duration::from_secs;
+/// let patient = Connection::default().api_key("key").connect_timeout(seconds(30)).open_within(seconds(60)).give_up_after(seconds(600));
+/// let far_away = Connection::default().pings(seconds(10), seconds(20)).in_use_for(seconds(30)).restore_timeout(seconds(1800));
+/// let small = Connection::default().output_buffer(64 * 1024);
 /// ```
 #[derive(Debug, Clone)]
 pub struct Connection {
@@ -110,9 +113,14 @@ impl Connection {
 ///
 /// ```
 /// use std::time::Duration;
-/// use sandboxer_client::Options;
+/// use sandboxer_client::{Connection, Options};
 ///
-/// let options = Options::default().checkpoint(true).memory_mb(512).env("LANG", "C.UTF-8").idle_timeout(Duration::from_secs(60));
+/// let small = Options::default().memory_mb(512).cpus(0.5).pids(64).disk_mb(128).env("LANG", "C.UTF-8").cwd("/tmp");
+/// let kept = Options::default().checkpoint(true).handoff(true).autosave(Duration::from_secs(60)).metadata("of", "nightly");
+/// let thrown_away = Options::default().checkpoint(true).checkpoint_when_idle(false).idle_timeout(Duration::from_secs(60));
+/// let with_tools = Options::default().image("default").filesystem_snapshot("tools").allow_host("*.example.org").drop_detached_output();
+/// let elsewhere = Options::default().api_key("key");
+/// let patient = Options::default().connection(Connection::default().open_within(Duration::from_secs(60)));
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Options {

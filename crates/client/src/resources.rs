@@ -9,6 +9,16 @@ use serde_json::{Value, json};
 use crate::{Answer, Api, Error, Files, Options};
 
 /// How a sandbox is.
+///
+/// ```no_run
+/// # async fn example(api: sandboxer_client::Api, id: sandboxer_client::SandboxId) -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::SandboxStatus;
+///
+/// if api.sandbox(id).await?.status == SandboxStatus::Ready {
+///     api.delete_sandbox(id).await?;
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -65,10 +75,14 @@ pub struct SandboxInfo {
 /// What a server tells of a snapshot of a whole sandbox.
 ///
 /// ```no_run
-/// # async fn example(api: sandboxer_client::Api) -> Result<(), sandboxer_client::Error> {
+/// # async fn example(api: sandboxer_client::Api, id: sandboxer_client::SandboxId) -> Result<(), sandboxer_client::Error> {
 /// for snapshot in api.snapshots().await? {
 ///     println!("{} of {}, {:?} bytes", snapshot.id, snapshot.sandbox_id, snapshot.size_bytes);
 /// }
+/// let snapshot = api.snapshot(id, None).await?;
+/// assert_eq!(api.get_snapshot(&snapshot.id).await?, snapshot);
+/// let copies = api.restore_many(&snapshot.id, 3).await?;
+/// api.delete_snapshot(&snapshot.id).await?;
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -97,6 +111,7 @@ pub struct SnapshotInfo {
 ///
 /// ```no_run
 /// # async fn example(api: sandboxer_client::Api, id: sandboxer_client::SandboxId) -> Result<(), sandboxer_client::Error> {
+/// api.checkpoint(id, true).await?;
 /// for checkpoint in api.checkpoints(id).await? {
 ///     println!("{} at {}{}", checkpoint.name, checkpoint.created_at, if checkpoint.latest { ", the latest" } else { "" });
 /// }
@@ -123,6 +138,9 @@ pub struct CheckpointInfo {
 /// # async fn example(api: sandboxer_client::Api) -> Result<(), sandboxer_client::Error> {
 /// for snapshot in api.filesystem_snapshots().await? {
 ///     println!("{}: {} files and directories", snapshot.name, snapshot.entries);
+///     if snapshot.entries == 0 {
+///         api.delete_filesystem_snapshot(&snapshot.name).await?;
+///     }
 /// }
 /// # Ok(()) }
 /// ```
@@ -143,10 +161,16 @@ pub struct FilesystemInfo {
 
 /// Where a sandbox goes back to.
 ///
-/// ```
+/// ```no_run
+/// # async fn example(api: sandboxer_client::Api, id: sandboxer_client::SandboxId) -> Result<(), sandboxer_client::Error> {
 /// use sandboxer_client::Target;
 ///
-/// let to = Target::checkpoint("checkpoint_1700000000000.img");
+/// api.rollback(id, Target::snapshot("0f5ae5a5-3a4c-4b2c-8c6e-1d2f3a4b5c6d")).await?;
+/// api.rollback(id, Target::checkpoint("checkpoint_1700000000000.img")).await?;
+/// if let Some(first) = api.checkpoints(id).await?.first() {
+///     api.rollback(id, first).await?;
+/// }
+/// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {

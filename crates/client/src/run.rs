@@ -36,6 +36,20 @@ use crate::{
 /// }
 /// let exit = run.wait().await?;
 /// assert!(exit.success());
+///
+/// // One that reads.
+/// let mut run = sandbox.bash("sort").await?;
+/// run.stdin().write("b\na\n").await?;
+/// run.stdin_eof().await?;
+/// println!("{} has written {:?} so far", run.id(), run.offsets());
+/// assert_eq!(run.output_up_to(1_000_000).await?.stdout, b"a\nb\n");
+///
+/// // One that listens.
+/// let mut run = sandbox.bash("trap 'echo interrupted' INT; sleep 1000 & wait").await?;
+/// run.signal("SIGINT").await?;
+/// run.resize(50, 132).await?;
+/// run.kill().await?;
+/// assert_eq!(run.wait().await?.shell_code(), 137);
 /// # Ok(()) }
 /// ```
 #[derive(Debug)]
@@ -48,6 +62,15 @@ pub struct Run {
 }
 
 /// All that a program wrote, and how it ended.
+///
+/// ```no_run
+/// # async fn example(sandbox: sandboxer_client::Sandbox) -> Result<(), sandboxer_client::Error> {
+/// let output = sandbox.bash("echo out; echo err >&2; exit 3").await?.output().await?;
+/// assert_eq!((&output.stdout[..], &output.stderr[..]), (&b"out\n"[..], &b"err\n"[..]));
+/// assert_eq!(output.exit.code, Some(3));
+/// assert!(!output.truncated);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Output {
@@ -239,6 +262,19 @@ impl futures_util::Stream for Run {
 }
 
 /// Signals, resizes and kills a program, from wherever it is needed.
+///
+/// ```no_run
+/// # async fn example(mut run: sandboxer_client::Run) -> Result<(), sandboxer_client::Error> {
+/// let controller = run.controller();
+/// tokio::spawn(async move {
+///     controller.resize(50, 132).await?;
+///     controller.signal("SIGINT").await?;
+///     tokio::time::sleep(std::time::Duration::from_secs(5)).await;
+///     controller.kill().await
+/// });
+/// run.wait().await?;
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone)]
 pub struct Controller {
     id: ExecutionId,
@@ -281,6 +317,18 @@ impl Controller {
 
 /// The input of a program. What is written is kept until the server has acknowledged it, within bounds, and sent again if a
 /// connection breaks; the program gets each byte once.
+///
+/// ```no_run
+/// # async fn example(mut run: sandboxer_client::Run) -> Result<(), sandboxer_client::Error> {
+/// let mut stdin = run.take_stdin();
+/// tokio::spawn(async move {
+///     stdin.write("what it reads\n").await?;
+///     stdin.flush().await?;
+///     stdin.eof().await
+/// });
+/// run.wait().await?;
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 pub struct Stdin {
     input: mpsc::Sender<Written>,

@@ -23,6 +23,25 @@ const MAX_WAITING_COMMANDS: usize = 16;
 /// A task in the background holds the connection and makes it anew when it breaks. It ends when the sandbox ends, when the server is
 /// out of reach for too long, or when this and every [`Run`] of it is dropped or closed. Dropping leaves the sandbox as it is: it goes
 /// on until its idle time is over.
+///
+/// ```no_run
+/// # async fn example() -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::{Execution, Options, Sandbox};
+///
+/// let server = "http://127.0.0.1:8080";
+/// let sandbox = Sandbox::create(server, Options::default().checkpoint(true)).await?;
+/// let run = sandbox.run(Execution::python("input()").env("WHO", "me")).await?;
+/// println!("{} at {} files", sandbox.id(), sandbox.files().list("/root").await?.len());
+/// println!("{} checkpoints, set back {} times", sandbox.checkpoints().await?.len(), sandbox.generation());
+/// let copies = sandbox.api().fork(sandbox.id(), 2).await?;
+///
+/// // Leave it to itself, and come back.
+/// let (id, token) = (sandbox.id(), sandbox.token().map(str::to_owned));
+/// sandbox.close().await;
+/// let sandbox = Sandbox::attach(server, id, token.as_deref()).await?;
+/// sandbox.kill_sandbox().await
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Sandbox {
     inner: Arc<Inner>,
@@ -250,6 +269,24 @@ impl Sandbox {
 }
 
 /// Where the output of the execution that is found by an attach shall go on. By default: behind what some client has acknowledged.
+///
+/// ```no_run
+/// # async fn example(id: sandboxer_client::SandboxId, earlier: sandboxer_client::Run) -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::{Connection, ResumeFrom, Sandbox};
+///
+/// let server = "http://127.0.0.1:8080";
+/// // What was kept of an earlier run is gone on from.
+/// let (stdout, stderr) = earlier.offsets();
+/// let from = ResumeFrom::offsets(earlier.id().clone(), stdout, stderr);
+/// let sandbox = Sandbox::attach_with(server, id, None, Connection::default(), from).await?;
+/// if let Some(run) = sandbox.resume().await? {
+///     println!("on a terminal: {}; held: {:?}", run.has_terminal(), run.held_to());
+/// }
+/// sandbox.close().await;
+/// // Only to look.
+/// let sandbox = Sandbox::attach_with(server, id, None, Connection::default(), ResumeFrom::peek()).await?;
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct ResumeFrom(OffsetsRequest);
 

@@ -322,6 +322,12 @@ impl Server {
         }
     }
 
+    /// Starts it again with other settings, on the data that it left.
+    pub fn restart_with(&mut self, options: Options) {
+        self.options = options;
+        self.restart();
+    }
+
     /// Starts it again on the same data directory, once the old process is gone.
     pub fn restart(&mut self) {
         let _ = self.running.child.wait();

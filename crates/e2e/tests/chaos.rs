@@ -43,6 +43,8 @@ type Addresses = Arc<Instances>;
 struct Instances {
     /// None while it is dead.
     at: Mutex<Vec<Option<SocketAddr>>>,
+    /// Which of them stand still.
+    halted: Mutex<[bool; INSTANCES]>,
     /// When something last happened to any of them.
     changed: Mutex<Instant>,
 }
@@ -55,6 +57,15 @@ impl Instances {
     fn set(&self, number: usize, address: Option<SocketAddr>) {
         self.at.lock().unwrap()[number] = address;
         self.note();
+    }
+
+    fn set_halted(&self, number: usize, halted: bool) {
+        self.halted.lock().unwrap()[number] = halted;
+        self.note();
+    }
+
+    fn is_halted(&self, number: usize) -> bool {
+        self.halted.lock().unwrap()[number]
     }
 
     fn note(&self) {
@@ -188,12 +199,13 @@ impl User {
         let mut at = if self.random.random_range(0..4) == 0 { self.random.random_range(0..INSTANCES) } else { self.at };
         loop {
             let attached = match self.addresses.get(at) {
-                Some(address) => self.attach(address).await,
+                Some(address) => self.attach(address, at).await,
                 None => Err(Broken::Connection),
             };
             let took = asked.max(self.addresses.changed()).elapsed();
             match attached {
                 Ok(ws) => {
+                    assert!(took < bound(), "{} was reachable only after {took:?}", self.id);
                     self.longest = self.longest.max(took);
                     self.at = at;
                     return ws;
@@ -208,17 +220,17 @@ impl User {
         }
     }
 
-    async fn attach(&mut self, address: SocketAddr) -> Result<Ws, Broken> {
+    async fn attach(&mut self, address: SocketAddr, at: usize) -> Result<Ws, Broken> {
         let path = format!("/attach/{}", self.id);
         let mut ws =
             timeout(STEP, Ws::connect(address, &path, &[])).await.map_err(|_| Broken::Connection)?.map_err(|_| Broken::Connection)?;
         ws.repeats_allowed = true;
         self.id.clone_into(&mut ws.sandbox_id);
-        let mut patience = STEP;
+        let mut restoring = None;
         loop {
-            match ws.incoming_within(patience).await {
+            match ws.incoming_within(STEP).await {
                 // The instance lives and has to wait for another one.
-                Some(Incoming::Message(message)) if message["status"] == "SANDBOX_RESTORING" => patience = bound(),
+                Some(Incoming::Message(message)) if message["status"] == "SANDBOX_RESTORING" => restoring = Some(Instant::now()),
                 Some(Incoming::Message(message)) if message["status"] == "SANDBOX_RUNNING" => {
                     if message["rewound"] == true {
                         self.rewinds += 1;
@@ -235,8 +247,10 @@ impl User {
                     return Err(Broken::NotNow);
                 }
                 Some(Incoming::Closed(_) | Incoming::Dropped) => return Err(Broken::Connection),
-                None if patience == STEP => return Err(Broken::Connection),
-                None => return Err(Broken::NotNow),
+                // One that does not even answer pings, as a client would find out, is left.
+                None if restoring.is_none() || self.addresses.is_halted(at) => return Err(Broken::Connection),
+                None if restoring.is_some_and(|since| since.elapsed() >= bound()) => return Err(Broken::NotNow),
+                None => {}
             }
         }
     }
@@ -334,10 +348,10 @@ async fn hurt(mut servers: Vec<Server>, addresses: Addresses, faults: usize) -> 
         let pause = if long { lease().mul_f64(random.random_range(0.8..1.6)) } else { Duration::from_millis(random.random_range(0..3000)) };
         if kind == 0 {
             servers[at].halt();
-            addresses.note();
+            addresses.set_halted(at, true);
             tokio::time::sleep(pause).await;
             servers[at].go_on();
-            addresses.note();
+            addresses.set_halted(at, false);
         } else {
             addresses.set(at, None);
             if kind == 1 {
@@ -375,7 +389,7 @@ async fn instances_that_die_and_stand_still_never_serve_a_sandbox_twice_nor_lose
     let options = volume.options().arg("--lease").arg(lease().as_secs().to_string()).arg("--stop-grace").arg("0.2");
     let servers: Vec<Server> = (0..INSTANCES).map(|_| options.clone().start()).collect();
     let at = Mutex::new(servers.iter().map(|server| Some(server.address())).collect());
-    let addresses: Addresses = Arc::new(Instances { at, changed: Mutex::new(Instant::now()) });
+    let addresses: Addresses = Arc::new(Instances { at, halted: Mutex::default(), changed: Mutex::new(Instant::now()) });
     let sandboxes = count(5, 20);
     let mut users = Vec::new();
     for number in 0..sandboxes {

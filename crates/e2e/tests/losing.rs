@@ -2,9 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
-use sandboxer_e2e::{DEADLINE, Server, Volume, Ws, eventually};
+use futures_util::future::join_all;
+use sandboxer_e2e::{DEADLINE, Server, Volume, Ws, count, eventually, soak};
 use serde_json::json;
 
 /// Shorter than usual, so that it runs out while the test waits.
@@ -13,6 +18,31 @@ const LEASE: Duration = Duration::from_secs(6);
 fn runs(server: &Server, id: &str) -> bool {
     let container = server.container_of(id).unwrap_or_else(|| id.to_owned());
     server.sandbox_processes().iter().any(|process| process.command.contains(&container))
+}
+
+/// One that keeps nothing in a pool, so that what is there was got ready for somebody.
+fn serve_without_pool(volume: &Volume) -> Server {
+    let options = volume.options().arg("--lease").arg(LEASE.as_secs_f64().to_string());
+    options.arg("--pool").arg("0").arg("--restore-pool").arg("0").start()
+}
+
+/// Until an instance has what it needs to go on with the sandbox, while that is still another's.
+async fn got_ready(server: &Server, volume: &Volume, id: &str, owner: &Server) {
+    eventually("a container waits for it", DEADLINE, || !server.sandbox_directories().is_empty()).await;
+    assert!(server.log().contains("its owner is silent"), "{}", server.log());
+    assert_eq!(volume.record(id)["owner"], owner.instance().as_str(), "it is not yet anybody else's");
+}
+
+/// A sandbox whose owner stands still, with what was not saved, its client there, and who waits for it at an instance that has got it ready.
+async fn silent_and_awaited(volume: &Volume, owner: &Server, other: &Server) -> (String, Ws, Ws) {
+    let id = volume.saved_sandbox(owner, "saved").await;
+    let mut old = Ws::attach(owner, &id).await;
+    let _ = old.bash("echo unsaved > f").await.ok();
+    owner.halt();
+    let mut waiting = Ws::open(other, &format!("/attach/{id}")).await;
+    waiting.expect_status("SANDBOX_RESTORING").await;
+    got_ready(other, volume, &id, owner).await;
+    (id, old, waiting)
 }
 
 /// All that is saved. The records are left out: whoever has the sandbox renews its own.
@@ -78,6 +108,32 @@ async fn an_instance_that_was_stopped_for_too_long_ends_what_another_has_taken_o
 }
 
 #[tokio::test]
+async fn what_was_got_ready_for_a_silent_owner_goes_again_with_who_wanted_it() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve_with_lease(LEASE), serve_without_pool(&volume));
+    let (id, mut old, waiting) = silent_and_awaited(&volume, &a, &b).await;
+    waiting.vanish();
+    // It comes back before its lease is over, and nothing has happened to it.
+    a.go_on();
+    eventually("nothing is left of it", DEADLINE, || b.sandbox_directories().is_empty() && b.every_process().is_empty()).await;
+    assert_eq!(old.bash("cat f").await.ok(), "unsaved\n");
+    assert_eq!(volume.record(&id)["epoch"], 1);
+}
+
+#[tokio::test]
+async fn an_instance_that_dies_with_something_got_ready_harms_nobody() {
+    let volume = Volume::default();
+    let (a, mut b) = (volume.serve_with_lease(LEASE), serve_without_pool(&volume));
+    let (id, mut old, _waiting) = silent_and_awaited(&volume, &a, &b).await;
+    b.kill9();
+    a.go_on();
+    b.restart();
+    eventually("nothing is left of it", DEADLINE, || b.sandbox_directories().is_empty() && b.every_process().is_empty()).await;
+    assert!(volume.record(&id)["tombstone"].is_null(), "{}", volume.record(&id));
+    assert_eq!(old.bash("cat f").await.ok(), "unsaved\n");
+}
+
+#[tokio::test]
 async fn a_server_that_comes_back_ends_what_is_no_longer_its_own() {
     let volume = Volume::default();
     let (mut a, b) = (volume.serve_with_lease(LEASE), volume.serve_with_lease(LEASE));
@@ -109,4 +165,35 @@ async fn a_server_that_died_with_a_frozen_sandbox_finds_it_again() {
     let mut ws = Ws::attach(&a, &id).await;
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
     assert_eq!(volume.record(&id)["epoch"], 1);
+}
+
+#[tokio::test]
+async fn all_that_a_lost_machine_had_is_back_at_another_soon_after_its_lease() {
+    let volume = Volume::default();
+    let (mut a, b) = (volume.serve_with_lease(LEASE), volume.serve_with_lease(LEASE));
+    let ids = join_all((0..count(4, 20)).map(|number| {
+        let (volume, a) = (&volume, &a);
+        async move { volume.saved_sandbox(a, &number.to_string()).await }
+    }))
+    .await;
+    a.burn_down();
+    let begun = Instant::now();
+    let took = join_all(ids.iter().enumerate().map(|(number, id)| {
+        let b = &b;
+        async move {
+            let (mut ws, running) = Ws::reach(b, id).await;
+            let took = begun.elapsed();
+            assert_eq!(running["rewound"], true, "{running}");
+            assert_eq!(ws.bash("cat f").await.ok(), format!("{number}\n"));
+            took
+        }
+    }))
+    .await;
+    let longest = took.iter().max().unwrap();
+    println!(
+        "{} sandboxes of a lost machine, lease {LEASE:?}: the first after {:?}, the last after {longest:?}",
+        ids.len(),
+        took.iter().min().unwrap()
+    );
+    assert!(!soak() || *longest <= LEASE + Duration::from_secs(5), "the last came after {longest:?}");
 }

@@ -24,11 +24,12 @@ fn hits(server: &Server) -> f64 {
     server.metric("sandboxer_pool_hits_total")
 }
 
-/// Everything about itself that a program finds the same in every new sandbox.
+/// Everything about itself that a program finds the same in every new sandbox. Processes are listed before those that sort the list are there: one that is just
+/// being started still has the name of its parent.
 const SAME: &str = "
 env | sort; pwd; id; umask; ulimit -a; nproc; uname -a | sed s/$HOSTNAME/NAME/; df -P / | tail -1 | tr -s ' '
 cat /run/sandboxer/generation; cat /sys/fs/cgroup/pids.max /sys/fs/cgroup/memory.max 2>&1
-ls -A /root /tmp /run /var/tmp; cat /proc/self/mounts | wc -l; ps -e -o comm= | sort | uniq -c; grep -c . /proc/net/dev
+ls -A /root /tmp /run /var/tmp; cat /proc/self/mounts | wc -l; processes=$(ps -e -o comm=); echo "$processes" | sort | uniq -c; grep -c . /proc/net/dev
 ";
 /// What is another one in each.
 const OWN: &str = "

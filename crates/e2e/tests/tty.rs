@@ -56,6 +56,31 @@ async fn control_c_interrupts_the_foreground_program() {
     assert!(ws.until_done().await.ok().contains("interrupted\r\n"));
 }
 
+/// As on every terminal: what was typed before the key and nobody has read is forgotten.
+#[tokio::test]
+async fn control_c_is_heard_behind_lines_that_nobody_reads_and_they_are_forgotten() {
+    let mut ws = Ws::create(shared()).await;
+    let code = "trap 'echo interrupted; read -r line; echo \"read $line\"; exit 7' INT; echo ready; while :; do sleep 0.1; done";
+    ws.start(terminal("bash", code)).await;
+    ws.until_output("stdout", "ready\r\n").await;
+    // One behind the other, and all at once.
+    for typed in ["impatient\r", "\r", "ly\r\r\u{3}"] {
+        ws.send(json!({"event": "stdin", "data": typed})).await;
+    }
+    ws.until_output("stdout", "interrupted\r\n").await;
+    ws.send(json!({"event": "stdin", "data": "later\r"})).await;
+    let outcome = ws.until_done().await;
+    assert!(outcome.out().contains("read later\r\n"), "{:?}", outcome.out());
+    assert_eq!(outcome.exit_code(), Some(7));
+
+    // Where keys mean nothing but themselves, nothing is forgotten.
+    let code = "import sys, tty; tty.setraw(0); print('ready', flush=True); print(ascii(sys.stdin.buffer.read(6)))";
+    ws.start(terminal("python", code)).await;
+    ws.until_output("stdout", "ready").await;
+    ws.send(json!({"event": "stdin", "data": "a\r\u{3}\u{1a}\u{1c}b"})).await;
+    assert!(ws.until_done().await.ok().contains(r"b'a\r\x03\x1a\x1cb'"));
+}
+
 #[tokio::test]
 async fn a_terminal_takes_lines_and_control_d_ends_them() {
     let mut ws = Ws::create(shared()).await;

@@ -157,7 +157,7 @@ time.sleep(10000)
         assert!(*got || status == "SANDBOX_IN_USE" || status == "SANDBOX_HANDOFF_IN_PROGRESS", "{told:?}");
     }
     let mut owner = if got[0] { at_b } else { at_a };
-    assert_eq!(owner.bash("cat f; pgrep -c python3").await.ok(), "kept\n1\n");
+    assert_eq!(owner.bash("cat f; pgrep -fc 'python3 -c'").await.ok(), "kept\n1\n");
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use bytes::BytesMut;
 use sandboxer_protocol::{
     agent::{
         AgentDecoder, AgentEvent, Corrupt, FromAgent, FromAgentFrame, Marker, Nonce, ServerDecoder, ToAgent, ToAgentFrame,
-        encode_files_from_agent, encode_from_agent, encode_output,
+        encode_files_from_agent, encode_from_agent, encode_output, encode_tunnel_from_agent,
     },
     limits::MAX_OUTPUT_PIECE_BYTES,
 };
@@ -74,6 +74,7 @@ fn encode(frame: &FromAgentFrame) -> BytesMut {
         FromAgentFrame::Control(message) => encode_from_agent(&mut out, message),
         FromAgentFrame::Output { number, stream, offset, data } => encode_output(&mut out, *number, *stream, *offset, &[data]),
         FromAgentFrame::Files { sequence, offset, data } => encode_files_from_agent(&mut out, *sequence, *offset, data),
+        FromAgentFrame::Tunnel { stream, data } => encode_tunnel_from_agent(&mut out, *stream, data),
     }
     out
 }

@@ -78,7 +78,7 @@ pub(crate) fn imported_tree(tree: &mut Tree) -> Result<()> {
 }
 
 /// Lays out the image around its system tree: the agent and the mount points.
-pub(crate) fn image_root(root: &Path) -> Result<Tree> {
+pub(crate) fn image_root(root: &Path, spares: Option<&str>) -> Result<Tree> {
     let mut tree = Tree::open(root)?;
     for (path, mode) in [
         ("rootfs", 0o755),
@@ -94,6 +94,9 @@ pub(crate) fn image_root(root: &Path) -> Result<Tree> {
         tree.make_dir(&path_of(path)?, Meta::with_mode(mode))?;
     }
     tree.write_file(&path_of("sandboxer/agent")?, Meta::with_mode(0o755), &mut io::Cursor::new(AGENT))?;
+    if let Some(spares) = spares {
+        tree.write_file(&path_of("sandboxer/spares.json")?, Meta::with_mode(0o644), &mut spares.as_bytes())?;
+    }
     Ok(tree)
 }
 

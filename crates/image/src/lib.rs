@@ -4,6 +4,7 @@
 //!
 //! ```text
 //! /sandboxer/agent                the agent, static: PID 1 of every sandbox
+//! /sandboxer/spares.json          what the image wants of interpreters that wait, if it says anything
 //! /sandboxer/{rw,root,cgroup}     empty: where the agent mounts its tmpfs, the guest's overlay and gVisor's cgroup
 //! /proc /dev /sys /tmp            empty: mount points of the runtime
 //! /rootfs/                        the system that user code sees, nothing of the agent in it

@@ -95,7 +95,7 @@ impl ImageStore {
         }
         let tree = self.debian_tree(&recipe, options.fresh, &progress.part(0.0, 0.8))?;
         let scratch = self.scratch()?;
-        let file = self.pack(&scratch, &progress.part(0.8, 1.0), |system, progress| {
+        let file = self.pack(&scratch, None, &progress.part(0.8, 1.0), |system, progress| {
             progress.tell(0.0, "unpacking the tree");
             let archive = File::open(&tree).doing(|| format!("open {}", tree.display()))?;
             let mut archive =
@@ -117,13 +117,25 @@ impl ImageStore {
     /// Makes an image from an OCI layout directory, or from the archive that `docker save` writes; returns it with the number of device nodes and the like
     /// that were left out.
     pub fn import(&self, source: &Path, name: &ImageName, limits: Limits, progress: &dyn Progress) -> Result<(Image, u64)> {
+        self.import_with(source, name, limits, None, progress)
+    }
+
+    /// As [`ImageStore::import`], with a text for the agent beside it: `spares.json`.
+    pub fn import_with(
+        &self,
+        source: &Path,
+        name: &ImageName,
+        limits: Limits,
+        spares: Option<&str>,
+        progress: &dyn Progress,
+    ) -> Result<(Image, u64)> {
         if name.as_str() == BASE_NAME {
             return Err(Error::BaseIsReserved);
         }
         let source = source.canonicalize().doing(|| format!("open {}", source.display()))?;
         let scratch = self.scratch()?;
         let mut imported = oci::Imported::default();
-        let file = self.pack(&scratch, progress, |system, progress| {
+        let file = self.pack(&scratch, spares, progress, |system, progress| {
             imported = oci::unpack(&source, scratch.path(), system, limits, progress)?;
             finish::imported_tree(system)
         })?;
@@ -263,12 +275,13 @@ impl ImageStore {
     fn pack(
         &self,
         scratch: &Scratch,
+        spares: Option<&str>,
         progress: &dyn Progress,
         fill: impl FnOnce(&mut Tree, &dyn Progress) -> Result<()>,
     ) -> Result<PathBuf> {
         let root = scratch.path().join("root");
         fs::create_dir(&root).doing(|| format!("make {}", root.display()))?;
-        let outer = finish::image_root(&root)?;
+        let outer = finish::image_root(&root, spares)?;
         let mut system = Tree::open(&root.join("rootfs"))?;
         fill(&mut system, &progress.part(0.0, 0.6))?;
         system.finish()?;

@@ -25,6 +25,18 @@ pub const FILES_CREDIT_BYTES: u64 = 4 * MIB as u64;
 pub const FILE_CREDIT_BYTES: u64 = 2 * MIB as u64;
 /// What is done with single files at once in one sandbox.
 pub const MAX_FILE_TRANSFERS: usize = 16;
+/// Streams of the network in one sandbox at once, in both directions together.
+pub const MAX_TUNNEL_STREAMS: usize = 512;
+/// Those of them that programs may open to the proxy: ports are reached all the same.
+pub const MAX_PROXY_STREAMS: usize = 384;
+/// Bytes of a stream in one frame.
+pub const MAX_TUNNEL_PIECE_BYTES: usize = 64 * 1024;
+/// What may be sent of a stream beyond what was passed on, while there are few of them.
+pub const TUNNEL_CREDIT_BYTES: u64 = MIB as u64;
+/// The same, of those beyond [`FEW_TUNNEL_STREAMS`].
+pub const SMALL_TUNNEL_CREDIT_BYTES: u64 = 128 * 1024;
+/// So many streams have the large credit.
+pub const FEW_TUNNEL_STREAMS: usize = 16;
 /// Names in one part of a directory.
 pub const MAX_FILE_LIST: u32 = 1000;
 /// Directories that one watch has an eye on.
@@ -39,5 +51,11 @@ pub const MAX_ENV_BYTES: usize = 256 * 1024;
 pub const MAX_PATH_BYTES: usize = 4096;
 /// Names and values of `metadata` together.
 pub const MAX_METADATA_BYTES: usize = 16 * 1024;
+
+/// The credit of a stream that is opened beside so many others.
+#[must_use]
+pub fn tunnel_credit(others: usize) -> u64 {
+    if others < FEW_TUNNEL_STREAMS { TUNNEL_CREDIT_BYTES } else { SMALL_TUNNEL_CREDIT_BYTES }
+}
 
 const MIB: usize = 1024 * 1024;

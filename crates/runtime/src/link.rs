@@ -5,7 +5,7 @@ use std::{io, time::Duration};
 use bytes::{Buf as _, BytesMut};
 use sandboxer_protocol::agent::{
     AGENT_PROTOCOL_VERSION, Corrupt, ExecSpec, ExecutionNumber, FromAgent, FromAgentFrame, Marker, NONCE_BYTES, Nonce, ServerDecoder,
-    ToAgent, encode_exec, encode_files_to_agent, encode_opening, encode_stdin, encode_to_agent,
+    ToAgent, TunnelStream, encode_exec, encode_files_to_agent, encode_opening, encode_stdin, encode_to_agent, encode_tunnel_to_agent,
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
@@ -112,6 +112,11 @@ impl LinkWriter {
     pub fn queue_files(&mut self, sequence: u64, offset: u64, data: &[u8]) {
         self.frames += 1;
         encode_files_to_agent(&mut self.queue, sequence, offset, data);
+    }
+
+    pub fn queue_tunnel(&mut self, stream: TunnelStream, data: &[u8]) {
+        self.frames += 1;
+        encode_tunnel_to_agent(&mut self.queue, stream, data);
     }
 
     /// How many frames were queued so far.

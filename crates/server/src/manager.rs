@@ -5,6 +5,7 @@ mod copies;
 mod fork;
 mod go_back;
 mod leave;
+mod left;
 mod pool;
 mod rollback;
 mod template;
@@ -47,11 +48,14 @@ use tokio_util::{
 };
 use tracing::{Instrument as _, info, info_span, warn};
 
-use self::pool::{Class, Pool};
 pub(crate) use self::{
     arrive::{ArriveError, Arrived, Restorer, Saved},
     rollback::{Going, RolledBack, Roller},
     view::{InstanceView, Served},
+};
+use self::{
+    left::{Left, step_back},
+    pool::{Class, Pool},
 };
 use crate::{
     checkpoints::Checkpoints,
@@ -59,6 +63,7 @@ use crate::{
     images::Images,
     limits::Limits,
     metrics::Metrics,
+    network::{Egress, Log, NetworkSettings, Rule},
     obituaries::{Obituaries, Obituary},
     sandbox::{
         Execution,
@@ -70,13 +75,17 @@ use crate::{
         last_use::LastUse,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
         saving::Kept,
+        streams::NoWay,
         transfers::{self, SingleFiles},
+        tunnel::TunnelStream,
     },
     settings::Settings,
     tenants::{Place, Tenants},
 };
 
 /// Commands that may wait for a driver.
+/// Connections to ports of sandboxes that are carried as they are, at once.
+const MAX_PORT_SOCKETS: usize = 2000;
 const COMMANDS: usize = 16;
 /// Saving more often than this would be all that a sandbox does.
 const LEAST_AUTOSAVE: Duration = Duration::from_millis(500);
@@ -118,6 +127,22 @@ pub(crate) struct Handle {
     last_use: LastUse,
     /// The lease on it, if it is kept on the volume.
     lease: Option<LeaseView>,
+    pub(crate) network: Arc<NetworkView>,
+}
+
+/// What is known of a sandbox's network.
+#[derive(Debug)]
+pub(crate) struct NetworkView {
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) log: Arc<Log>,
+}
+
+impl NetworkView {
+    fn of(record: &Record, dir: &Path) -> Self {
+        let rules = record.config.network.clone();
+        let log = if rules.is_empty() { Log::of_none(dir) } else { Log::open(dir) };
+        Self { rules, log }
+    }
 }
 
 impl Handle {
@@ -142,6 +167,11 @@ impl Handle {
         same_secret(token, &self.token_sha256)
     }
 
+    /// What only the servers of this sandbox know.
+    pub(crate) fn token_sha256(&self) -> &str {
+        &self.token_sha256
+    }
+
     /// Has something done by the sandbox's driver. None: the sandbox is gone from here.
     pub(crate) async fn ask(&self, ask: Ask) -> Option<Result<Told, Refused>> {
         let (reply, answer) = oneshot::channel();
@@ -152,6 +182,13 @@ impl Handle {
     /// Has something done with a single file. False: the sandbox is gone from here.
     pub(crate) async fn file(&self, order: transfers::Order) -> bool {
         self.commands.send(Command::File(order)).await.is_ok()
+    }
+
+    /// A way to a port of the sandbox's loopback. None: the sandbox is gone from here.
+    pub(crate) async fn way(&self, port: u16) -> Option<Result<TunnelStream, NoWay>> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Way { port, reply }).await.ok()?;
+        answer.await.ok()
     }
 
     /// Ends a sandbox that nobody has heard of.
@@ -197,9 +234,12 @@ pub(crate) struct Manager {
     slots: Arc<Semaphore>,
     pool: Pool,
     tenants: Arc<Tenants>,
+    network: Arc<NetworkSettings>,
     drivers: TaskTracker,
     /// Every WebSocket holds a token of it for as long as it is open.
     pub(crate) sockets: TaskTracker,
+    /// Connections to ports that were upgraded, and their places: not among those, so that they keep no client of a sandbox out. They end with the process.
+    pub(crate) port_sockets: (TaskTracker, Arc<Semaphore>),
     stop: watch::Sender<Option<Stop>>,
     /// Who may be saved now that the server stops.
     turns: Arc<Semaphore>,
@@ -230,6 +270,7 @@ impl Manager {
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
             pool: Pool::new(settings.pool.clone()),
             tenants: Arc::new(Tenants::new(settings.key_limits)),
+            network: Arc::new(settings.network.clone()),
             settings,
             runtime,
             images,
@@ -239,6 +280,7 @@ impl Manager {
             sandboxes: Mutex::default(),
             drivers,
             sockets: TaskTracker::new(),
+            port_sockets: (TaskTracker::new(), Arc::new(Semaphore::new(MAX_PORT_SOCKETS))),
             stop: watch::Sender::new(None),
             turns: Arc::new(Semaphore::new(leave::saves_at_once())),
             taking_up: watch::Sender::default(),
@@ -351,15 +393,9 @@ impl Manager {
                 Some(waited) => waited.hand_out(&record, &launch.dir),
                 None => self.start_with_files(&mut launch, &mut record, template.as_ref()).await,
             };
-            match started {
-                Ok(Opened { enforced, running }) => {
+            match started.and_then(|opened| as_asked(opened, &asked, &record.config)) {
+                Ok(running) => {
                     info!(ms = begun.elapsed().as_millis(), from_pool, "started");
-                    if let Some(name) = not_enforced(&asked, enforced) {
-                        self.discard(&launch).await;
-                        let message =
-                            format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
-                        return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
-                    }
                     let wire = Wire::default();
                     let keeping = self.keep(&record, &wire, held);
                     let handle = self.drive(record, (Some(slot), place), running, Duration::ZERO, wire, keeping);
@@ -406,12 +442,15 @@ impl Manager {
         if config.enable_sandbox_handoff == Some(true) && !checkpoint {
             return refuse(ErrorCode::CheckpointNotEnabled, "enable_sandbox_handoff needs enable_checkpoint.");
         }
-        if let Some(Network::Allow { .. }) = config.network {
-            return refuse(
-                ErrorCode::NetworkNotAvailable,
-                "network: this server gives its sandboxes no network. Leave it out, or say \"none\".",
-            );
-        }
+        let network = match &config.network {
+            Some(Network::Allow { allow }) => {
+                let admitted = self.settings.network.admit(allow);
+                admitted.map_err(|why| {
+                    CreateError::new(ErrorCode::NetworkNotAvailable, format!("{why}. Leave it out, or ask another server."))
+                })?
+            }
+            Some(Network::None(_)) | None => Vec::new(),
+        };
         let limits = Limits::resolve(&config.limits.unwrap_or_default(), &self.settings.default_limits, &self.settings.max_limits)?;
         Ok(SandboxConfig {
             idle_timeout: config.idle_timeout.map_or(self.settings.idle_timeout, |seconds| seconds.nonzero()),
@@ -423,6 +462,7 @@ impl Manager {
             checkpoint,
             handoff: config.enable_sandbox_handoff == Some(true),
             autosave,
+            network,
             idle_checkpoint: checkpoint && config.enable_idle_timeout_auto_checkpoint != Some(false),
         })
     }
@@ -442,6 +482,7 @@ impl Manager {
                 pids: Some(limits.pids),
                 output_window_bytes: self.settings.output_window_bytes,
                 stdin_window_bytes: self.settings.stdin_window_bytes,
+                spares: self.settings.spares.for_agents(),
             },
             resources,
         }
@@ -515,9 +556,11 @@ impl Manager {
             metadata: Arc::new(record.config.metadata.clone()),
             last_use: LastUse::at(record.idle_since.unwrap_or_else(jiff::Timestamp::now)),
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
+            network: Arc::new(NetworkView::of(&record, &dir)),
         };
+        let egress = Egress::new(&self.network, &record.config.network, Arc::clone(&handle.network.log));
         let running = running.identified(&record);
-        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, .. } = running;
+        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, tunnel, .. } = running;
         let roller = self.roller();
         let manager = Arc::clone(self);
         let token_sha256 = record.token_sha256.clone();
@@ -551,6 +594,8 @@ impl Manager {
             filesystems: self.filesystems.clone(),
             packs_files,
             single_files,
+            tunnel,
+            egress,
         });
         self.lock().insert(id, handle.clone());
         self.leave_too(&handle);
@@ -768,34 +813,6 @@ struct Keeping {
     kept: Option<Kept>,
 }
 
-/// What an earlier server left in its data directory.
-struct Left {
-    /// Whose it is, as far as can be told.
-    id: SandboxId,
-    container: SandboxId,
-    record: Result<Record, RecordError>,
-}
-
-impl Left {
-    fn read(entry: &fs::DirEntry) -> Option<Self> {
-        let container = entry.file_name().to_str()?.parse().ok()?;
-        let record = Record::read(&entry.path(), container);
-        Some(Self { id: record.as_ref().map_or(container, |record| record.id), container, record })
-    }
-}
-
-/// Of two with one id the one that went back last goes on: the other one was about to be removed.
-fn step_back(found: &mut [Left]) {
-    let mut newest: HashMap<SandboxId, u64> = HashMap::new();
-    for record in found.iter().filter_map(|left| left.record.as_ref().ok()).filter(|record| !record.standby) {
-        let newest = newest.entry(record.id).or_default();
-        *newest = record.generation.max(*newest);
-    }
-    for record in found.iter_mut().filter_map(|left| left.record.as_mut().ok()) {
-        record.standby |= newest.get(&record.id).is_some_and(|newest| record.generation < *newest);
-    }
-}
-
 /// Why a sandbox was not taken up.
 enum NotTakenUp {
     /// It is gone, for sure.
@@ -824,6 +841,8 @@ struct Running {
     files: bool,
     /// It does what is asked of single files.
     single_files: SingleFiles,
+    /// It carries streams of the network.
+    tunnel: bool,
 }
 
 impl Running {
@@ -845,7 +864,7 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
     };
     match opened {
         Ok(Link {
-            hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, single_files, watches, .. },
+            hello: FromAgent::HelloReply { enforced, execution, last_number, identifies, files, single_files, watches, tunnel, .. },
             reader,
             writer,
             ended,
@@ -854,7 +873,8 @@ async fn converse(instance: Instance, marker: &Marker, within: Duration) -> Resu
             let next_number = last.saturating_add(1);
             let execution = execution.map(Execution::taken_up);
             let single_files = SingleFiles::of(single_files, watches);
-            Ok(Opened { enforced, running: Running { reader, writer, ended, execution, next_number, identifies, files, single_files } })
+            let running = Running { reader, writer, ended, execution, next_number, identifies, files, single_files, tunnel };
+            Ok(Opened { enforced, running })
         }
         Ok(_) => Err(LinkError::NotAReply.to_string()),
         // The agent's end closes a moment before the runtime knows why.
@@ -879,6 +899,19 @@ fn remove_dir(dir: &Path) {
     if let Err(error) = fs::remove_dir_all(dir) {
         warn!(%error, dir = %dir.display(), "could not be removed; the next start of the server tries again");
     }
+}
+
+/// A sandbox that has started, if it can do all that was asked for.
+fn as_asked(Opened { enforced, running }: Opened, asked: &LimitsRequest, config: &SandboxConfig) -> Result<Running, CreateError> {
+    if let Some(name) = not_enforced(asked, enforced) {
+        let message = format!("limits.{name} can't be enforced with the gVisor of this server. Leave it out, or ask another server.");
+        return Err(CreateError::new(ErrorCode::LimitNotEnforceable, message));
+    }
+    if !config.network.is_empty() && !running.tunnel {
+        let message = "network: the agent of this image is older than this server and can't do it. Leave it out, or make the image anew.";
+        return Err(CreateError::new(ErrorCode::NetworkNotAvailable, message));
+    }
+    Ok(running)
 }
 
 /// A limit that was asked for and that this sandbox can't enforce.

@@ -18,6 +18,7 @@ pub(crate) struct Metrics {
     pub(crate) create_failures: Counter,
     pub(crate) create_seconds: Histogram,
     pub(crate) executions: Counter,
+    pub(crate) executions_by_spare: Counter,
     pub(crate) execution_seconds: Histogram,
     pub(crate) live: Gauge<i64, AtomicI64>,
     pub(crate) clients: Gauge<i64, AtomicI64>,
@@ -54,6 +55,7 @@ impl Metrics {
             create_failures: Counter::default(),
             create_seconds: Histogram::new(buckets()),
             executions: Counter::default(),
+            executions_by_spare: Counter::default(),
             execution_seconds: Histogram::new(buckets()),
             live: Gauge::default(),
             clients: Gauge::default(),
@@ -89,6 +91,7 @@ impl Metrics {
         registry.register("create_failures", "Sandboxes that could not be made", self.create_failures.clone());
         registry.register("create_seconds", "From the request to the running sandbox", self.create_seconds.clone());
         registry.register("executions", "Executions asked for", self.executions.clone());
+        registry.register("executions_by_spare", "Executions that an interpreter waited for", self.executions_by_spare.clone());
         registry.register("execution_seconds", "From the request to the end of the program", self.execution_seconds.clone());
         registry.register("live_sandboxes", "Sandboxes that run here now", self.live.clone());
         registry.register("clients", "WebSocket connections now", self.clients.clone());

@@ -69,12 +69,16 @@ impl Server {
     ///
     /// # Errors
     /// The address can't be bound, or the data directory not be used.
-    pub async fn start(settings: Settings, runtime: Arc<dyn Runtime>, images: Images, host: HostLimits) -> io::Result<Self> {
+    pub async fn start(mut settings: Settings, runtime: Arc<dyn Runtime>, images: Images, host: HostLimits) -> io::Result<Self> {
         let listener = bind(settings.listen).await?;
         let metrics = match settings.metrics_listen {
             Some(address) => Some(bind(address).await?),
             None => None,
         };
+        settings.network.own.push(listener.local_addr()?);
+        if let Some(metrics) = &metrics {
+            settings.network.own.push(metrics.local_addr()?);
+        }
         let workspaces = match settings.workspaces.clone() {
             Some(workspaces) => workspaces,
             None => WorkspaceSettings::unconfigured(&settings.data_dir)?,

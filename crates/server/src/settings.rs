@@ -5,7 +5,8 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use sandboxer_protocol::limits::{MAX_CLIENT_MESSAGE_BYTES, OUTPUT_WINDOW_BYTES, STDIN_WINDOW_BYTES};
 
 use crate::{
-    checkpoints::CheckpointSettings, filesystems::FilesystemSettings, http::Access, limits::Limits, tls::Tls, workspaces::WorkspaceSettings,
+    checkpoints::CheckpointSettings, filesystems::FilesystemSettings, http::Access, limits::Limits, network::NetworkSettings,
+    spares::Spares, tls::Tls, workspaces::WorkspaceSettings,
 };
 
 #[derive(Debug, Clone)]
@@ -22,6 +23,7 @@ pub struct Settings {
     pub max_message_bytes: usize,
     pub output_window_bytes: u64,
     pub stdin_window_bytes: u64,
+    pub spares: Spares,
     /// How long the agent of a new sandbox may take to answer.
     pub start_timeout: Duration,
     /// How long everything may take when the server stops.
@@ -39,6 +41,7 @@ pub struct Settings {
     pub filesystems: Option<FilesystemSettings>,
     /// None: kept in the data directory, with the built-in profiles and no hosts but this machine.
     pub workspaces: Option<WorkspaceSettings>,
+    pub network: NetworkSettings,
 }
 
 /// What each API key may use.
@@ -84,6 +87,7 @@ impl Settings {
             max_message_bytes: MAX_CLIENT_MESSAGE_BYTES,
             output_window_bytes: OUTPUT_WINDOW_BYTES,
             stdin_window_bytes: STDIN_WINDOW_BYTES,
+            spares: Spares::default(),
             start_timeout: Duration::from_secs(60),
             stop_grace: Duration::from_secs(10),
             remember: Duration::from_secs(3600),
@@ -94,6 +98,7 @@ impl Settings {
             checkpoints: None,
             filesystems: None,
             workspaces: None,
+            network: NetworkSettings::default(),
         }
     }
 }

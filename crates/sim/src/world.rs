@@ -162,7 +162,7 @@ impl World {
     }
 
     pub(crate) fn sleep_until(self: &Arc<Self>, at: Duration) -> Sleep {
-        Sleep { world: Arc::clone(self), at }
+        Sleep { world: Arc::clone(self), at, armed: None }
     }
 
     pub(crate) fn is_dead(&self, node: usize) -> bool {
@@ -310,18 +310,23 @@ fn fire_next(world: &Arc<World>) -> bool {
 pub(crate) struct Sleep {
     world: Arc<World>,
     at: Duration,
+    /// Whom its timer wakes. One timer is enough: who is woken for nothing, and sets another each time, has twice as many with each round.
+    armed: Option<Waker>,
 }
 
 impl Future for Sleep {
     type Output = ();
 
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let mut state = lock(&self.world.state);
-        if state.now >= self.at {
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let this = &mut *self;
+        let mut state = lock(&this.world.state);
+        if state.now >= this.at {
             return Poll::Ready(());
         }
-        let at = self.at;
-        state.add_timer(at, What::Wake(context.waker().clone()));
+        if !this.armed.as_ref().is_some_and(|armed| armed.will_wake(context.waker())) {
+            this.armed = Some(context.waker().clone());
+            state.add_timer(this.at, What::Wake(context.waker().clone()));
+        }
         Poll::Pending
     }
 }

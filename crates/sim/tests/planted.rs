@@ -1,16 +1,18 @@
 //! Faults planted on purpose: the simulator finds each.
 
-use sandboxer_sim::{run, run_collection};
+use sandboxer_sim::{Kept, run_collection, run_on};
 use sandboxer_store::{collect::CollectFault, lease::Fault};
 
 fn is_found_as(fault: Fault, expected: &[&str]) {
-    let finds = |seed| {
-        let what = run(seed, fault.into(), false).violation?;
-        expected.iter().any(|expected| what.contains(expected)).then_some((seed, what))
-    };
-    match (0..1000).find_map(finds) {
-        Some((seed, what)) => println!("{fault:?}: seed {seed}: {what}"),
-        None => panic!("{fault:?} is not found within 1,000 seeds"),
+    for kept in [Kept::Directory, Kept::Bucket] {
+        let finds = |seed| {
+            let what = run_on(kept, seed, fault.into(), false).violation?;
+            expected.iter().any(|expected| what.contains(expected)).then_some((seed, what))
+        };
+        match (0..1000).find_map(finds) {
+            Some((seed, what)) => println!("{fault:?} in a {kept:?}: seed {seed}: {what}"),
+            None => panic!("{fault:?} in a {kept:?} is not found within 1,000 seeds"),
+        }
     }
 }
 

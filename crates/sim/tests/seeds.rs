@@ -1,6 +1,6 @@
 //! Schedules on which nothing may go wrong.
 
-use sandboxer_sim::{CollectionCounts, Counts, Kept, run, run_collection, run_collection_on};
+use sandboxer_sim::{CollectionCounts, Counts, Kept, run, run_collection, run_collection_on, run_on};
 use sandboxer_store::{collect::CollectFaults, lease::Faults};
 
 #[test]
@@ -12,6 +12,19 @@ fn nothing_goes_wrong_on_five_hundred_schedules() {
         counts.add(&outcome.counts);
     }
     // What never happens is not tested.
+    let rare = [counts.taken_over, counts.lost, counts.frozen, counts.in_use, counts.in_progress, counts.cannot_save, counts.other_answers];
+    assert!(rare.iter().all(|count| *count >= 50), "{counts:?}");
+}
+
+#[test]
+fn nothing_goes_wrong_on_five_hundred_schedules_of_a_bucket() {
+    let mut counts = Counts::default();
+    // The last one is a bucket that says nothing for minutes, right behind a restore.
+    for seed in (0..500).chain([9340]) {
+        let outcome = run_on(Kept::Bucket, seed, Faults::default(), false);
+        assert_eq!(outcome.violation, None, "replay it with: cargo run --release -p sandboxer-sim -- --bucket --replay {seed}");
+        counts.add(&outcome.counts);
+    }
     let rare = [counts.taken_over, counts.lost, counts.frozen, counts.in_use, counts.in_progress, counts.cannot_save, counts.other_answers];
     assert!(rare.iter().all(|count| *count >= 50), "{counts:?}");
 }

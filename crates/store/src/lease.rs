@@ -175,10 +175,19 @@ impl Leases {
 
     /// The outcome of a request, or none if there was no reply in time.
     pub(crate) async fn within<T>(&self, request: impl Future<Output = T>) -> Option<T> {
-        let deadline = self.clock.now() + self.terms.request;
+        self.for_at_most(self.terms.request, request).await
+    }
+
+    /// The outcome of something for which a client waits, or none if it takes longer than one has to wait.
+    pub(crate) async fn patiently<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        self.for_at_most(self.terms.patience, work).await
+    }
+
+    async fn for_at_most<T>(&self, length: Duration, work: impl Future<Output = T>) -> Option<T> {
+        let deadline = self.clock.now() + length;
         tokio::select! {
             biased;
-            outcome = request => Some(outcome),
+            outcome = work => Some(outcome),
             () = self.clock.sleep_until(deadline) => None,
         }
     }

@@ -8,8 +8,12 @@ use std::{
 };
 
 use bytes::Bytes;
-use nix::{fcntl::OFlag, sys::epoll::EpollFlags, unistd::pipe2};
-use sandboxer_protocol::agent::{ExecSpec, ExecutionNumber, ExitCause, FromAgent, PerStream, StdinRefusal, Stream, ToAgent};
+use nix::{
+    fcntl::OFlag,
+    sys::epoll::{Epoll, EpollFlags},
+    unistd::pipe2,
+};
+use sandboxer_protocol::agent::{ExecSpec, ExecutionNumber, ExitCause, FromAgent, Language, PerStream, StdinRefusal, Stream, ToAgent};
 
 use super::{Agent, files::Files, token, token_of, watch};
 use crate::{
@@ -33,6 +37,8 @@ const KILLED_START_LIMIT: Duration = Duration::from_secs(5);
 pub(super) struct Waiting {
     file: OwnedFd,
     head: usize,
+    /// An interpreter that waits can be what it asks for.
+    by_spare: Option<Language>,
 }
 
 /// An execution whose processes are to be killed until none is left.
@@ -43,10 +49,10 @@ pub(super) struct Killing {
 }
 
 /// The agent's ends of a program's pipes, and the program's.
-struct Pipes {
-    input: Option<OwnedFd>,
-    output: PerStream<OwnedFd>,
-    theirs: [OwnedFd; 3],
+pub(super) struct Pipes {
+    pub(super) input: Option<OwnedFd>,
+    pub(super) output: PerStream<OwnedFd>,
+    pub(super) theirs: [OwnedFd; 3],
 }
 
 impl Agent {
@@ -70,8 +76,9 @@ impl Agent {
             }
             ToAgent::Identify { hostname, generation } => {
                 // Without a name of its own it has that of the one it was copied from, which harms nobody.
-                let _ = nix::unistd::sethostname(hostname);
+                let _ = nix::unistd::sethostname(&hostname);
                 self.generation = Some(generation);
+                self.identify_spares(hostname, generation);
                 self.tell_generation();
             }
             ToAgent::PackFiles { sequence, credit } => self.pack_files(sequence, credit),
@@ -90,6 +97,11 @@ impl Agent {
                 self.end_file(sequence);
             }
             ToAgent::File { sequence, ask, credit } => self.begin_file(sequence, ask, credit),
+            ToAgent::Proxy { on } => self.offer_proxy(on),
+            ToAgent::TunnelConnect { stream, port, credit } => self.connect_stream(stream, port, credit),
+            ToAgent::TunnelCredit { stream, upto } => self.credit_stream(stream, upto),
+            ToAgent::TunnelEnd { stream } => self.end_stream(stream),
+            ToAgent::TunnelReset { stream } => self.reset_stream(stream),
             ToAgent::StdinEof { number, offset } => {
                 // Once it has ended, nobody is left to tell.
                 if let Some(execution) = self.current(number).filter(|execution| execution.is_running())
@@ -144,10 +156,14 @@ impl Agent {
             || self.waiting.is_some()
             || !self.killing.is_empty()
             || !matches!(self.files, Files::Nothing)
-            || self.transfers.are_going();
+            || self.transfers.are_going()
+            || self.tunnel.is_busy();
         // An init that is being replaced is not known to be anybody's.
-        let init = self.supervisor.ready().map(|init| init.pid);
-        !busy && init.is_some() && hold::nobody_but(init)
+        let Some(init) = self.supervisor.ready().map(|init| init.pid) else { return false };
+        // Those that wait for executions do nothing but wait.
+        let mut ours = self.spares.processes(self.groups.as_ref());
+        ours.push(init);
+        !busy && hold::nobody_but(&ours)
     }
 
     fn current(&mut self, number: ExecutionNumber) -> Option<&mut Execution> {
@@ -175,7 +191,8 @@ impl Agent {
         });
     }
 
-    pub(super) fn begin(&mut self, spec: ExecSpec, code: &[u8]) {
+    pub(super) fn begin(&mut self, mut spec: ExecSpec, code: &[u8]) {
+        self.tunnel.add_to_environment(&mut spec.env);
         let number = spec.number;
         self.last_number = self.last_number.max(Some(number));
         if let Some(execution) = &self.execution {
@@ -193,9 +210,10 @@ impl Agent {
         }
         self.last_serial += 1;
         let execution = Execution::new(&spec, self.last_serial, &self.config, Instant::now());
+        let by_spare = self.suits(&spec).then_some(spec.language);
         match write_request(spec, code) {
-            Ok(waiting) => {
-                self.waiting = Some(waiting);
+            Ok((file, head)) => {
+                self.waiting = Some(Waiting { file, head, by_spare });
                 self.execution = Some(execution);
                 self.ask_init();
             }
@@ -229,22 +247,25 @@ impl Agent {
         }
         let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return };
         let Some(waiting) = self.waiting.take() else { return };
+        let spare = waiting.by_spare.and_then(|language| self.spares.take(language));
+        if let Some(spare) = &spare {
+            // It knows its code by this number.
+            execution.serial = spare.serial;
+        }
         let serial = execution.serial;
         let asked = (|| -> io::Result<()> {
+            if let Some(spare) = spare {
+                connect(&self.epoll, execution, spare.input.filter(|_| execution.has_input), spare.output)?;
+                let request = Request::HandOver { serial, head: waiting.head, input: execution.has_input };
+                return ipc::send(init.socket.as_fd(), &request, &[waiting.file.as_raw_fd()]);
+            }
             let group = self.groups.as_ref().map(|groups| groups.create(serial)).transpose()?;
             let mut descriptors = vec![waiting.file.as_raw_fd()];
             descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
             let pipes =
                 if execution.tty { None } else { Some(make_pipes(execution.has_input, pipe_bytes(self.config.output_window_bytes))?) };
             let theirs = if let Some(Pipes { input, output, theirs }) = pipes {
-                if let Some(input) = input {
-                    watch(&self.epoll, input.as_fd(), token::STDIN, EpollFlags::EPOLLOUT)?;
-                    execution.sink = Some(input.into());
-                }
-                for (stream, source) in [(Stream::Stdout, output.stdout), (Stream::Stderr, output.stderr)] {
-                    watch(&self.epoll, source.as_fd(), token_of(stream), EpollFlags::EPOLLIN)?;
-                    execution.output.get_mut(stream).connect(source);
-                }
+                connect(&self.epoll, execution, input, output)?;
                 Some(theirs)
             } else {
                 None
@@ -333,13 +354,15 @@ impl Agent {
                 }
                 self.tell_generation();
                 self.ask_init();
+                self.spares.begin(Instant::now());
             }
-            Report::Started { serial } => {
+            Report::SpareGone { serial } => self.spare_gone(serial),
+            Report::Started { serial, by_spare } => {
                 if let Some(killing) = self.killing.iter_mut().find(|killing| killing.serial == serial) {
                     // All that is to be killed is there now.
                     killing.starting = None;
                 }
-                self.started(serial, descriptors);
+                self.started(serial, by_spare, descriptors);
             }
             Report::Failed { serial, message } => {
                 self.killing.retain(|killing| killing.serial != serial);
@@ -370,7 +393,7 @@ impl Agent {
         }
     }
 
-    fn started(&mut self, serial: Serial, descriptors: Vec<OwnedFd>) {
+    fn started(&mut self, serial: Serial, by_spare: bool, descriptors: Vec<OwnedFd>) {
         let now = Instant::now();
         let Some(execution) = self.execution.as_mut().filter(|execution| execution.serial == serial) else { return };
         let Phase::Starting { .. } = execution.phase else { return };
@@ -385,7 +408,7 @@ impl Agent {
         }
         let spawn_us = u64::try_from(now.saturating_duration_since(execution.asked).as_micros()).unwrap_or(u64::MAX);
         let early = std::mem::take(&mut execution.early);
-        self.link.say(&FromAgent::Started { number, spawn_us });
+        self.link.say(&FromAgent::Started { number, spawn_us, by_spare });
         if let Some(memory) = &mut self.memory {
             memory.start(now);
         }
@@ -406,8 +429,9 @@ impl Agent {
         self.link.flush();
         if let Some(groups) = &self.groups {
             // One that is being started may have nobody in it yet.
-            groups.tidy(|serial| self.killing.iter().any(|killing| killing.serial == serial));
+            groups.tidy(|serial| self.killing.iter().any(|killing| killing.serial == serial) || self.spares.has(serial));
         }
+        self.spares.refill(Instant::now());
     }
 
     fn signal(&mut self, number: ExecutionNumber, signal: i32) {
@@ -438,11 +462,10 @@ impl Agent {
         if self.killing.iter().any(|killing| killing.serial == serial) {
             return;
         }
-        if self.groups.is_none()
-            && let Some(init) = self.supervisor.ready()
-        {
-            // Init does one thing after the other: if it still starts the program, it kills it right after that.
-            let _ = ipc::send(init.socket.as_fd(), &Request::Kill { serial }, &[]);
+        if let Some(init) = self.supervisor.ready() {
+            // Init does one thing after the other: if it still starts the program, it kills it right after that, where there are no groups.
+            // Where there are, it knows that one that was handed its code and is gone is not to be started again.
+            let _ = ipc::send(init.socket.as_fd(), &Request::Kill { serial, tree: self.groups.is_none() }, &[]);
         }
         self.killing.push(Killing { serial, starting });
         self.kill_again();
@@ -464,6 +487,7 @@ impl Agent {
         self.supervisor.ended(Instant::now());
         // Of what was mounted there nothing is left.
         self.transfers.root = None;
+        self.spares.forget();
         self.restarting = true;
         self.killing.clear();
         match self.execution.as_ref().map(|execution| &execution.phase) {
@@ -473,22 +497,40 @@ impl Agent {
     }
 }
 
-fn write_request(spec: ExecSpec, code: &[u8]) -> io::Result<Waiting> {
+/// The execution reads and writes through these.
+fn connect(epoll: &Epoll, execution: &mut Execution, input: Option<OwnedFd>, output: PerStream<OwnedFd>) -> io::Result<()> {
+    if let Some(input) = input {
+        watch(epoll, input.as_fd(), token::STDIN, EpollFlags::EPOLLOUT)?;
+        execution.sink = Some(input.into());
+    }
+    for (stream, source) in [(Stream::Stdout, output.stdout), (Stream::Stderr, output.stderr)] {
+        watch(epoll, source.as_fd(), token_of(stream), EpollFlags::EPOLLIN)?;
+        execution.output.get_mut(stream).connect(source);
+    }
+    Ok(())
+}
+
+fn write_request(spec: ExecSpec, code: &[u8]) -> io::Result<(OwnedFd, usize)> {
     let program = Program { language: spec.language, env: spec.env, cwd: spec.cwd, tty: spec.tty };
-    let head = serde_json::to_vec(&program)?;
+    in_memory(&program, code)
+}
+
+/// A file that holds something as JSON, how long that is, and more behind it.
+pub(super) fn in_memory(head: &impl serde::Serialize, more: &[u8]) -> io::Result<(OwnedFd, usize)> {
+    let head = serde_json::to_vec(head)?;
     let mut file = File::from(sys::memory_file()?);
     file.write_all(&head)?;
-    file.write_all(code)?;
+    file.write_all(more)?;
     io::Seek::rewind(&mut file)?;
-    Ok(Waiting { file: file.into(), head: head.len() })
+    Ok((file.into(), head.len()))
 }
 
 /// Large, but in proportion to the window: what a program may be ahead of its reader is both together.
-fn pipe_bytes(window: u64) -> i32 {
+pub(super) fn pipe_bytes(window: u64) -> i32 {
     i32::try_from(window / 4).unwrap_or(i32::MAX).clamp(MIN_PIPE_BYTES, MAX_PIPE_BYTES)
 }
 
-fn make_pipes(input: bool, bytes: i32) -> io::Result<Pipes> {
+pub(super) fn make_pipes(input: bool, bytes: i32) -> io::Result<Pipes> {
     let (their_input, input) = if input {
         let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
         sys::set_nonblocking(write.as_fd())?;

@@ -67,8 +67,8 @@ impl Agent {
     pub(super) fn pack_files(&mut self, sequence: u64, credit: u64) {
         self.files = Files::Nothing;
         let since = Instant::now();
-        let begun = Held::all_but(self.supervisor.process().map(|init| init.pid))
-            .and_then(|held| Ok((held, Packer::new(Path::new(setup::UPPER))?)));
+        let init: Vec<i32> = self.supervisor.process().map(|init| init.pid).into_iter().collect();
+        let begun = Held::all_but(&init).and_then(|held| Ok((held, Packer::new(Path::new(setup::UPPER))?)));
         // Children may have ended meanwhile without a word to anybody else.
         self.reap();
         match begun {
@@ -173,9 +173,10 @@ impl Agent {
     }
 
     fn begin_unpacking(&mut self) -> io::Result<Unpacker> {
-        if self.last_serial > 0 {
+        if self.last_number.is_some() {
             return Err(io::Error::other("something was run already"));
         }
+        self.spares.forget();
         self.supervisor.hold();
         self.drop_transfers();
         self.transfers.root = None;

@@ -6,7 +6,9 @@
 mod executions;
 mod files;
 mod lingering;
+mod spares;
 mod transfers;
+mod tunnel;
 
 use std::{
     io,
@@ -33,12 +35,13 @@ use crate::{
     execution::{Execution, Phase, STREAMS},
     ipc::Serial,
     link::{Heard, Link},
-    memory::MemoryWatch,
+    memory::{MemoryWatch, Pressure},
     setup,
     supervisor::Supervisor,
     sys::{self, ChildEvent},
 };
 use lingering::Lingering;
+use spares::Spares;
 
 /// How long the agent sleeps at most while nobody is at the other end: an edge tells it of a newcomer, this is for a gVisor that misses it.
 const ALONE_RUNNING: Duration = Duration::from_millis(250);
@@ -62,8 +65,11 @@ mod token {
     pub(super) const STDIN: u64 = 6;
     /// Something has changed in a directory that is watched.
     pub(super) const CHANGES: u64 = 7;
+    pub(super) const PROXY: u64 = 8;
     /// And all above.
     pub(super) const LINGERING: u64 = 16;
+    /// With the number of a stream; above all of those.
+    pub(super) const TUNNEL: u64 = 1 << 63;
 }
 
 pub(crate) struct Agent {
@@ -89,8 +95,10 @@ pub(crate) struct Agent {
     /// Executions whose processes are to be killed until none is left.
     killing: Vec<executions::Killing>,
     lingering: Lingering,
+    spares: Spares,
     files: files::Files,
     transfers: transfers::Transfers,
+    tunnel: tunnel::Tunnel,
     memory: Option<MemoryWatch>,
     scratch: Box<[u8]>,
 }
@@ -108,6 +116,7 @@ impl Agent {
         let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let link = Link::new(marker)?;
         let (enforced, groups) = setup::prepare(&config)?;
+        let config = AgentConfig { spares: spares::wanted(config.spares), ..config };
         Self::assemble(config, link, children, Supervisor::new(Instant::now()), enforced, groups)
     }
 
@@ -142,8 +151,10 @@ impl Agent {
             waiting: None,
             killing: Vec::new(),
             lingering: Lingering::default(),
+            spares: Spares::default(),
             files: files::Files::default(),
             transfers: transfers::Transfers::default(),
+            tunnel: tunnel::Tunnel::default(),
             memory,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
         })
@@ -181,6 +192,8 @@ impl Agent {
             token::CHILDREN => self.reap(),
             token::INIT => self.init_spoke = true,
             token::CHANGES => self.transfers.note_changes(),
+            token::PROXY => self.tunnel.proxy_ready(),
+            stream if stream >= token::TUNNEL => self.tunnel.stream_ready(stream & !token::TUNNEL),
             lingering if lingering >= token::LINGERING => self.lingering.ready(lingering),
             other => {
                 let Some(execution) = &mut self.execution else { return };
@@ -210,6 +223,7 @@ impl Agent {
                 Heard::Gone => {
                     self.drop_files();
                     self.drop_transfers();
+                    self.tunnel.drop_all();
                     if let Some(execution) = &mut self.execution {
                         execution.pause();
                     }
@@ -231,6 +245,9 @@ impl Agent {
             }
         }
         self.link.flush();
+        if self.streams_first() {
+            more |= self.go_on_with_streams();
+        }
         // A program may write before init has had the time to say that it runs; whoever listens hears that first.
         if let Some(execution) = self.execution.as_mut().filter(|execution| !matches!(execution.phase, Phase::Starting { .. })) {
             for stream in STREAMS {
@@ -240,10 +257,12 @@ impl Agent {
         self.link.flush();
         more |= self.send_files(now);
         more |= self.go_on_with_files();
+        more |= self.go_on_with_streams();
         more |= self.lingering.drain(&mut self.scratch);
         self.watch_memory(now);
         self.watch_start(now);
         self.kill_again();
+        self.keep_spares(now);
         // There may be room for answers again, or a read was interrupted; no edge tells of either.
         more || self.link.wants_to_read()
     }
@@ -260,6 +279,7 @@ impl Agent {
         let until = |at: Instant| at.saturating_duration_since(now);
         self.supervisor.retry().map(until).map(&mut at_most);
         self.memory.as_ref().and_then(MemoryWatch::next).map(until).map(&mut at_most);
+        self.spares.due().map(until).map(&mut at_most);
         self.files_deadline().map(until).map(&mut at_most);
         if !self.killing.is_empty() {
             at_most(KILL_AGAIN);
@@ -291,6 +311,7 @@ impl Agent {
                 self.link.close();
                 self.drop_files();
                 self.drop_transfers();
+                self.tunnel.drop_all();
                 if let Some(execution) = &mut self.execution {
                     execution.pause();
                 }
@@ -310,6 +331,7 @@ impl Agent {
                     files: true,
                     single_files: true,
                     watches: true,
+                    tunnel: true,
                 };
                 self.link.answer_opening(&nonce, &reply);
             }
@@ -322,6 +344,7 @@ impl Agent {
                 self.take_files(sequence, offset, &data);
                 self.take_file(sequence, offset, &data);
             }
+            ToAgentFrame::Tunnel { stream, data } => self.take_stream(stream, &data),
         }
     }
 
@@ -356,8 +379,13 @@ impl Agent {
     }
 
     fn watch_memory(&mut self, now: Instant) {
-        let Some(memory) = &mut self.memory else { return };
-        let Some(victim) = memory.tick(now, self.supervisor.process().map(|init| init.pid)) else { return };
+        let Some(memory) = self.memory.as_mut().filter(|memory| memory.is_due(now)) else { return };
+        let spares = self.spares.processes(self.groups.as_ref());
+        let victim = match memory.tick(now, self.supervisor.process().map(|init| init.pid), &spares) {
+            None => return,
+            Some(Pressure::Spares) => return self.give_up_spares(now),
+            Some(Pressure::Killed(victim)) => victim,
+        };
         if let Some(execution) = self.execution.as_mut().filter(|execution| execution.is_running()) {
             // It is the first process of its group: the oldest one, and it is still there.
             let main = self.groups.as_ref().and_then(|groups| groups.members(execution.serial).into_iter().min());

@@ -39,6 +39,7 @@ impl Scripted {
             pids: None,
             output_window_bytes: 4096,
             stdin_window_bytes: 4096,
+            spares: None,
         };
         let marker = Marker::new([3; 32]);
         let (ours, init) =
@@ -105,7 +106,7 @@ impl Scripted {
     fn heard(&mut self) -> Vec<FromAgent> {
         let control = |frame| match frame {
             FromAgentFrame::Control(message) => Some(message),
-            FromAgentFrame::Output { .. } | FromAgentFrame::Files { .. } => None,
+            FromAgentFrame::Output { .. } | FromAgentFrame::Files { .. } | FromAgentFrame::Tunnel { .. } => None,
         };
         self.frames().into_iter().filter_map(control).collect()
     }
@@ -162,7 +163,7 @@ fn a_program_that_writes_before_it_is_said_to_run_is_heard_after_that() {
     scripted.agent.execution.as_mut().unwrap().output.stdout.readable = true;
     scripted.rounds();
     assert!(scripted.frames().is_empty());
-    scripted.init_says(&Report::Started { serial });
+    scripted.init_says(&Report::Started { serial, by_spare: false });
     match &scripted.frames()[..] {
         [FromAgentFrame::Control(FromAgent::Started { .. }), FromAgentFrame::Output { data, .. }] => assert_eq!(&data[..], b"early"),
         other => panic!("{other:?}"),
@@ -177,9 +178,9 @@ fn a_program_killed_while_it_is_started_ends_by_that() {
     scripted.kill(1, ExitCause::TimedOut);
     // The first reason counts.
     scripted.kill(1, ExitCause::ForceKilled);
-    assert!(matches!(scripted.asked_of_init(), Some(Request::Kill { serial: killed }) if killed == serial));
+    assert!(matches!(scripted.asked_of_init(), Some(Request::Kill { serial: killed, .. }) if killed == serial));
     assert!(scripted.heard().is_empty());
-    scripted.init_says(&Report::Started { serial });
+    scripted.init_says(&Report::Started { serial, by_spare: false });
     scripted.init_says(&Report::Exited { serial, code: None, signal: Some(9) });
     let (started, exit) = scripted.end();
     assert_eq!((started, exit.signal, exit.cause), (true, Some(9), Some(ExitCause::TimedOut)));
@@ -218,13 +219,13 @@ fn a_slow_start_that_is_killed_ends_without_init_and_is_killed_when_it_comes() {
     assert_eq!((started, exit.signal, exit.cause), (false, Some(9), Some(ExitCause::TimedOut)));
     // What is still being started is no business of the next one's, but it is not forgotten.
     scripted.exec(2);
-    assert!(matches!(scripted.asked_of_init(), Some(Request::Kill { serial }) if serial == first));
+    assert!(matches!(scripted.asked_of_init(), Some(Request::Kill { serial, .. }) if serial == first));
     let second = scripted.spawned();
     assert_eq!(scripted.agent.killing.len(), 1);
-    scripted.init_says(&Report::Started { serial: first });
+    scripted.init_says(&Report::Started { serial: first, by_spare: false });
     scripted.init_says(&Report::Exited { serial: first, code: None, signal: Some(9) });
     assert!(scripted.heard().is_empty() && scripted.agent.killing.is_empty());
-    scripted.init_says(&Report::Started { serial: second });
+    scripted.init_says(&Report::Started { serial: second, by_spare: false });
     scripted.init_says(&Report::Exited { serial: second, code: Some(0), signal: None });
     let (started, exit) = scripted.end();
     assert_eq!((started, exit.code, exit.cause), (true, Some(0), None));
@@ -247,7 +248,7 @@ fn numbers_that_begin_anew_name_nothing_that_was_there_before() {
     scripted.exec(7);
     assert!(scripted.spawned() > first);
     // What init says of the earlier one means nothing.
-    scripted.init_says(&Report::Started { serial: first });
+    scripted.init_says(&Report::Started { serial: first, by_spare: false });
     assert!(scripted.heard().is_empty());
 }
 
@@ -256,7 +257,7 @@ fn what_is_kept_for_the_server_comes_back() {
     let mut scripted = Scripted::new();
     scripted.exec(1);
     let serial = scripted.spawned();
-    scripted.init_says(&Report::Started { serial });
+    scripted.init_says(&Report::Started { serial, by_spare: false });
     scripted.agent.take_input(1, 0, Bytes::from_static(b"abc"));
     scripted.agent.take_input(1, 5, Bytes::from_static(b"f"));
     scripted.send(&ToAgent::Resume { number: 1, from: Default::default(), credit: 10, sequence: 4 });

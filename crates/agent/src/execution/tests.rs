@@ -16,6 +16,7 @@ fn execution(detached: DetachedOutput) -> (Execution, File) {
         pids: None,
         output_window_bytes: WINDOW,
         stdin_window_bytes: 100,
+        spares: None,
     };
     let spec = ExecSpec {
         number: 1,

@@ -3,17 +3,19 @@
 //! Every path here is under the guest's control. Nothing is followed, overwritten or trusted; what does not work is told in plain words.
 
 use std::{
+    collections::BTreeMap,
     ffi::CString,
     fs::{self, File, OpenOptions},
     io::{self, Read, Seek},
     os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd, RawFd},
         unix::fs::OpenOptionsExt,
     },
     path::{Path, PathBuf},
 };
 
 use sandboxer_protocol::{agent::Language, limits::MAX_CONTROL_BYTES};
+use serde::de::DeserializeOwned;
 
 use super::root::RUN;
 use crate::{
@@ -30,6 +32,12 @@ pub(super) struct Started {
     pub(super) terminal: Option<OwnedFd>,
 }
 
+/// A program whose code lies in its place.
+pub(super) struct Written {
+    pub(super) program: Program,
+    pub(super) script: String,
+}
+
 fn base() -> PathBuf {
     PathBuf::from(RUN).join("exec")
 }
@@ -37,13 +45,7 @@ fn base() -> PathBuf {
 /// Starts what the request file holds.
 pub(super) fn start(serial: Serial, head: usize, group: bool, descriptors: Vec<OwnedFd>) -> Result<Started, String> {
     let mut descriptors = descriptors.into_iter();
-    let mut request = File::from(descriptors.next().ok_or("the request came without its file")?);
-    if head > MAX_CONTROL_BYTES {
-        return Err("the request is too long".to_owned());
-    }
-    let mut json = vec![0; head];
-    request.read_exact(&mut json).map_err(|error| format!("cannot read the request: {error}"))?;
-    let program: Program = serde_json::from_slice(&json).map_err(|error| format!("cannot understand the request: {error}"))?;
+    let (program, mut request) = read::<Program>(descriptors.next(), head)?;
     let group = if group { descriptors.next() } else { None };
     let (standard, terminal) = match program.tty {
         Some(size) => {
@@ -59,28 +61,51 @@ pub(super) fn start(serial: Serial, head: usize, group: bool, descriptors: Vec<O
         _ => return Err("the request came without its descriptors".to_owned()),
     };
     let script = write_code(serial, program.language, &mut request)?;
-    let (interpreter, environment) = environment(&program)?;
+    let pid = run(&Written { program, script }, standard, terminal.is_some(), group.as_ref().map(AsRawFd::as_raw_fd))?;
+    Ok(Started { pid, terminal })
+}
+
+/// What a file says in its first `head` bytes, and the file behind them.
+pub(super) fn read<T: DeserializeOwned>(file: Option<OwnedFd>, head: usize) -> Result<(T, File), String> {
+    let mut file = File::from(file.ok_or("the request came without its file")?);
+    if head > MAX_CONTROL_BYTES {
+        return Err("the request is too long".to_owned());
+    }
+    let mut json = vec![0; head];
+    file.read_exact(&mut json).map_err(|error| format!("cannot read the request: {error}"))?;
+    let value = serde_json::from_slice(&json).map_err(|error| format!("cannot understand the request: {error}"))?;
+    Ok((value, file))
+}
+
+/// The places where the interpreter is looked for.
+pub(super) fn places(env: &BTreeMap<String, String>, interpreter: &str) -> Result<Vec<CString>, String> {
+    let path = env.get("PATH").map_or(DEFAULT_PATH, String::as_str);
+    path.split(':').filter(|place| !place.is_empty()).map(|place| c_string(format!("{place}/{interpreter}"), "PATH")).collect()
+}
+
+/// Starts an interpreter with a code that is there, and returns its process id.
+pub(super) fn run(
+    Written { program, script }: &Written,
+    standard: [RawFd; 3],
+    terminal: bool,
+    group: Option<RawFd>,
+) -> Result<i32, String> {
+    let (interpreter, environment) = environment(program)?;
+    let environment = entries(&environment)?;
     let directory = c_string(program.cwd.as_str(), "the working directory")?;
-    let path = program.env.get("PATH").map_or(DEFAULT_PATH, String::as_str);
-    let programs: Vec<CString> = path
-        .split(':')
-        .filter(|place| !place.is_empty())
-        .map(|place| c_string(format!("{place}/{interpreter}"), "PATH"))
-        .collect::<Result<_, _>>()?;
     let plan = Plan {
-        programs: &programs,
-        arguments: &[c_string(interpreter, "the interpreter")?, c_string(script, "the script")?],
+        programs: &places(&program.env, interpreter)?,
+        arguments: &[c_string(interpreter, "the interpreter")?, c_string(script.as_str(), "the script")?],
         environment: &environment,
         directory: Some(&directory),
         standard,
         session: true,
-        terminal: terminal.is_some(),
-        group: group.as_ref().map(AsRawFd::as_raw_fd),
+        terminal,
+        group,
         namespaces: 0,
-        extra: None,
+        extra: &[],
     };
-    let pid = spawn(&plan).map_err(|error| explain(&error, interpreter, &program.cwd))?;
-    Ok(Started { pid, terminal })
+    spawn(&plan).map_err(|error| explain(&error, interpreter, &program.cwd))
 }
 
 fn explain(SpawnError { step, error }: &SpawnError, interpreter: &str, cwd: &str) -> String {
@@ -97,7 +122,7 @@ fn explain(SpawnError { step, error }: &SpawnError, interpreter: &str, cwd: &str
 }
 
 /// The interpreter and exactly the environment asked for, with what makes it behave as a user expects.
-fn environment(program: &Program) -> Result<(&'static str, Vec<CString>), String> {
+pub(super) fn environment(program: &Program) -> Result<(&'static str, BTreeMap<String, String>), String> {
     let mut env = program.env.clone();
     if program.tty.is_some() {
         env.entry("TERM".to_owned()).or_insert_with(|| "xterm-256color".to_owned());
@@ -116,25 +141,28 @@ fn environment(program: &Program) -> Result<(&'static str, Vec<CString>), String
             "python3"
         }
     };
-    let environment = env
-        .iter()
-        .map(|(name, value)| {
-            if name.is_empty() || name.contains('=') {
-                return Err(format!("{name:?} can't be the name of an environment variable"));
-            }
-            c_string(format!("{name}={value}"), "the environment")
-        })
-        .collect::<Result<_, _>>()?;
-    Ok((interpreter, environment))
+    if let Some(name) = env.keys().find(|name| name.is_empty() || name.contains('=')) {
+        return Err(format!("{name:?} can't be the name of an environment variable"));
+    }
+    Ok((interpreter, env))
 }
 
-fn write_code(serial: Serial, language: Language, code: &mut File) -> Result<String, String> {
+pub(super) fn entries(env: &BTreeMap<String, String>) -> Result<Vec<CString>, String> {
+    env.iter().map(|(name, value)| c_string(format!("{name}={value}"), "the environment")).collect()
+}
+
+/// Where the code of an execution goes.
+pub(super) fn script(serial: Serial, language: Language) -> PathBuf {
     let name = match language {
         Language::Python => "main.py",
         Language::Bash => "main.sh",
     };
+    base().join(serial.to_string()).join(name)
+}
+
+pub(super) fn write_code(serial: Serial, language: Language, code: &mut File) -> Result<String, String> {
+    let path = script(serial, language);
     let directory = base().join(serial.to_string());
-    let path = directory.join(name);
     let start = code.stream_position().map_err(|error| format!("cannot read the code: {error}"))?;
     let mut attempt = || -> io::Result<()> {
         code.seek(io::SeekFrom::Start(start))?;

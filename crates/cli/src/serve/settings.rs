@@ -11,11 +11,14 @@ use std::{
 use clap::ValueEnum;
 use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
+use sandboxer_protocol::agent::ImageSpares;
 use sandboxer_server::{
-    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, PoolSettings, Settings, TemplateSettings,
-    Terms, Tls, WorkspaceSettings,
+    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, PoolSettings, Settings, Spares,
+    TemplateSettings, Terms, Tls, WARM_MODULES, WorkspaceSettings,
 };
 use sandboxer_store::Place;
+
+use super::network::NetworkArgs;
 
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
@@ -80,6 +83,12 @@ pub(crate) struct Args {
     /// Output of a stream that is held until a client has it; beyond it the program waits
     #[arg(long, env = "SANDBOXER_OUTPUT_WINDOW_BYTES", default_value_t = 8 * 1024 * 1024, value_name = "BYTES")]
     output_window_bytes: u64,
+    /// Interpreters of each language that wait in every sandbox for their code, so that an execution need not start one; 0: none
+    #[arg(long, env = "SANDBOXER_SPARE_INTERPRETERS", default_value_t = 0, value_name = "N")]
+    spare_interpreters: u32,
+    /// Modules that a waiting Python has imported already, separated by commas
+    #[arg(long, env = "SANDBOXER_WARM_MODULES", value_delimiter = ',', default_values = WARM_MODULES, value_name = "NAMES")]
+    warm_modules: Vec<String>,
     /// Seconds that ending everything may take when the server is stopped
     #[arg(long, env = "SANDBOXER_STOP_GRACE", default_value_t = 10.0, value_name = "SECONDS")]
     stop_grace: f64,
@@ -138,6 +147,8 @@ pub(crate) struct Args {
     /// Directory of hosts.toml, extensions.toml and profiles/, for sandboxes of other kinds [default: $XDG_CONFIG_HOME/sandboxer, or ~/.config/sandboxer]
     #[arg(long, env = "SANDBOXER_CONFIG_DIR", value_name = "DIR")]
     config_dir: Option<PathBuf>,
+    #[command(flatten)]
+    network: NetworkArgs,
     /// What is logged: error, warn, info, debug, trace, or by module
     #[arg(long, env = "SANDBOXER_LOG", default_value = "info", value_name = "FILTER")]
     pub(super) log: String,
@@ -197,6 +208,7 @@ impl Args {
         faults.unless(self.max_message_bytes <= 8 * 1024 * 1024, "--max-message-bytes: at most 8388608");
         faults.unless(self.output_window_bytes >= 64 * 1024, "--output-window-bytes: at least 65536");
         faults.unless(self.output_window_bytes <= 1024 * 1024 * 1024, "--output-window-bytes: at most 1073741824");
+        let spares = faults.take(self.spares());
         faults.unless(self.max_cpus.is_finite() && self.max_cpus > 0.0, "--max-cpus: more than 0");
         let idle_timeout = faults.take(seconds("--idle-timeout", self.idle_timeout));
         let max_lifetime = faults.take(seconds("--max-lifetime", self.max_lifetime));
@@ -211,6 +223,7 @@ impl Args {
         let tls = faults.take(self.tls());
         let checkpoint_path = faults.take(volume("CHECKPOINT_AND_RESTORE_PATH", self.checkpoint_path.as_deref()));
         let filesystem_path = faults.take(volume("FILESYSTEM_SNAPSHOT_MOUNT_PATH", self.filesystem_snapshot_path.as_deref()));
+        let network = self.network.check(&mut faults.0);
         if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
             faults.0.push(format!("--log: {error}"));
         }
@@ -223,6 +236,7 @@ impl Args {
         let workspaces = self.workspaces(&data_dir).map_err(|fault| vec![fault])?;
         let mut settings = Settings::new(listen, data_dir);
         settings.workspaces = Some(workspaces);
+        settings.network = network;
         settings.metrics_listen = metrics_listen.flatten();
         settings.max_sandboxes = self.max_sandboxes;
         settings.idle_timeout = idle_timeout.flatten();
@@ -230,6 +244,7 @@ impl Args {
         settings.max_limits = Limits { memory_mb: self.max_memory_mb, cpus: self.max_cpus, pids: self.max_pids, disk_mb: self.max_disk_mb };
         settings.max_message_bytes = self.max_message_bytes;
         settings.output_window_bytes = self.output_window_bytes;
+        settings.spares = spares.unwrap_or_default();
         settings.stop_grace = stop_grace.flatten().unwrap_or_default();
         settings.remember = remember.flatten().unwrap_or_default();
         settings.access = Access { any_host: self.insecure_no_auth && !listen.ip().is_loopback(), keys, hosts: self.allow_host.clone() };
@@ -276,6 +291,13 @@ impl Args {
             None => xdg("XDG_DATA_HOME", ".local/share").unwrap_or_else(|| data_dir.to_owned()),
         };
         Ok(WorkspaceSettings { dir, run_dir: data_dir.to_owned(), config })
+    }
+
+    fn spares(&self) -> Result<Spares, String> {
+        let warm_modules: Vec<String> = self.warm_modules.iter().filter(|name| !name.is_empty()).cloned().collect();
+        let wanted = ImageSpares { each: Some(self.spare_interpreters), warm_modules: Some(warm_modules.clone()) };
+        wanted.check().map_err(|fault| format!("--spare-interpreters, --warm-modules: {fault}"))?;
+        Ok(Spares { each: self.spare_interpreters, warm_modules })
     }
 
     fn tls(&self) -> Result<Option<Tls>, String> {

@@ -16,6 +16,20 @@ const PIECES: usize = 16;
 const MAX_EVENT_BYTES: usize = 64 * 1024;
 
 /// What happened to a file or a directory.
+///
+/// ```no_run
+/// # async fn example(mut changes: sandboxer_client::Changes) -> Result<(), sandboxer_client::Error> {
+/// use sandboxer_client::ChangeKind;
+///
+/// while let Some(change) = changes.next().await? {
+///     match change.kind {
+///         ChangeKind::Written => println!("{} is written", change.path),
+///         ChangeKind::Dropped | ChangeKind::Incomplete => println!("something was missed: look at all of it"),
+///         _ => {}
+///     }
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ChangeKind {
@@ -36,6 +50,14 @@ pub enum ChangeKind {
 }
 
 /// Something that changed.
+///
+/// ```no_run
+/// # async fn example(mut changes: sandboxer_client::Changes) -> Result<(), sandboxer_client::Error> {
+/// if let Some(change) = changes.next().await? {
+///     println!("{:?} {}{}", change.kind, change.path, if change.directory { "/" } else { "" });
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Change {

@@ -16,6 +16,17 @@ const ACK_BYTES: u64 = 256 * 1024;
 const ACK_AFTER: Duration = Duration::from_millis(200);
 
 /// A piece of output as the program wrote it.
+///
+/// ```no_run
+/// # async fn example(mut run: sandboxer_client::Run) {
+/// use sandboxer_client::OutputStream;
+///
+/// while let Some(piece) = run.next().await {
+///     let from = if piece.stream == OutputStream::Stdout { "out" } else { "err" };
+///     println!("{from} {}..{}: {}", piece.offset, piece.end, String::from_utf8_lossy(&piece.data));
+/// }
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Piece {

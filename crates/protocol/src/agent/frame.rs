@@ -6,7 +6,7 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use memchr::memmem;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
-use super::message::{ExecSpec, ExecutionNumber, FromAgent, FromAgentFrame, Stream, ToAgent, ToAgentFrame};
+use super::message::{ExecSpec, ExecutionNumber, FromAgent, FromAgentFrame, Stream, ToAgent, ToAgentFrame, TunnelStream};
 use crate::limits::{MAX_CONTROL_BYTES, MAX_FRAME_FROM_AGENT_BYTES, MAX_FRAME_TO_AGENT_BYTES};
 
 pub const MARKER_BYTES: usize = 32;
@@ -18,12 +18,15 @@ const KIND_STDIN: u8 = 3;
 const KIND_OUTPUT: u8 = 4;
 /// In both directions.
 const KIND_FILES: u8 = 5;
+/// In both directions.
+const KIND_TUNNEL: u8 = 6;
 
 const LENGTH_BYTES: usize = 4;
 const CRC_BYTES: usize = 4;
 const STDIN_HEAD_BYTES: usize = 16;
 const OUTPUT_HEAD_BYTES: usize = 17;
 const FILES_HEAD_BYTES: usize = 16;
+const TUNNEL_HEAD_BYTES: usize = 8;
 
 /// Bytes that no frame can be made of. What comes after them can't be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -172,6 +175,29 @@ fn parse_files(mut frame: Bytes) -> Result<(u64, u64, Bytes), Corrupt> {
     Ok((sequence, offset, frame))
 }
 
+/// A piece of a stream of the network to the agent.
+pub fn encode_tunnel_to_agent(out: &mut BytesMut, stream: TunnelStream, data: &[u8]) {
+    checked(out, KIND_TUNNEL, |out| put_tunnel(out, stream, data));
+}
+
+/// A piece of a stream of the network from the agent.
+pub fn encode_tunnel_from_agent(out: &mut BytesMut, stream: TunnelStream, data: &[u8]) {
+    framed(out, KIND_TUNNEL, |out| put_tunnel(out, stream, data));
+}
+
+fn put_tunnel(out: &mut BytesMut, stream: TunnelStream, data: &[u8]) {
+    out.put_u64_le(stream);
+    out.extend_from_slice(data);
+}
+
+fn parse_tunnel(mut frame: Bytes) -> Result<(TunnelStream, Bytes), Corrupt> {
+    if frame.len() < TUNNEL_HEAD_BYTES {
+        return Err(Corrupt::TooShort(frame.len()));
+    }
+    let stream = frame.get_u64_le();
+    Ok((stream, frame))
+}
+
 pub fn encode_from_agent(out: &mut BytesMut, message: &FromAgent) {
     framed(out, KIND_CONTROL, |out| put_json(out, message));
 }
@@ -304,6 +330,7 @@ fn parse_from_agent(mut frame: Bytes) -> Result<FromAgentFrame, Corrupt> {
             Ok(FromAgentFrame::Output { number, stream, offset, data: frame })
         }
         KIND_FILES => parse_files(frame).map(|(sequence, offset, data)| FromAgentFrame::Files { sequence, offset, data }),
+        KIND_TUNNEL => parse_tunnel(frame).map(|(stream, data)| FromAgentFrame::Tunnel { stream, data }),
         other => Err(Corrupt::UnknownKind(other)),
     }
 }
@@ -418,6 +445,7 @@ fn parse_to_agent(mut frame: Bytes) -> Result<ToAgentFrame, Corrupt> {
             Ok(ToAgentFrame::Stdin { number, offset, data: frame })
         }
         KIND_FILES => parse_files(frame).map(|(sequence, offset, data)| ToAgentFrame::Files { sequence, offset, data }),
+        KIND_TUNNEL => parse_tunnel(frame).map(|(stream, data)| ToAgentFrame::Tunnel { stream, data }),
         other => Err(Corrupt::UnknownKind(other)),
     }
 }

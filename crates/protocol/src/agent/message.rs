@@ -5,11 +5,14 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::{FileAbout, FileAsk, FileFault, Nonce};
+use super::{FileAbout, FileAsk, FileFault, Nonce, SpareConfig};
 use crate::ExecutionId;
 
 /// The number of an execution within its sandbox, given by the server and rising. Frames refer to an execution by it.
 pub type ExecutionNumber = u64;
+
+/// The number of a stream of the network within a conversation: odd if the agent opened it, even if the server did.
+pub type TunnelStream = u64;
 
 /// One of the two output streams. With a terminal everything is `Stdout`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -81,6 +84,9 @@ pub struct AgentConfig {
     pub pids: Option<u32>,
     pub output_window_bytes: u64,
     pub stdin_window_bytes: u64,
+    /// Interpreters that wait for their code; none: each execution starts its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spares: Option<SpareConfig>,
 }
 
 impl AgentConfig {
@@ -205,6 +211,30 @@ pub enum ToAgent {
         ask: FileAsk,
         credit: u64,
     },
+    /// Whether programs find a proxy on their loopback, and its address in their environment. For an agent that said `tunnel`, as all of these.
+    Proxy {
+        on: bool,
+    },
+    /// Connect to a port of the sandbox's own loopback. The number is even and was never used in this conversation. Answered by
+    /// [`FromAgent::TunnelOpened`] or [`FromAgent::TunnelReset`]. What comes from there may be sent up to `credit` bytes.
+    TunnelConnect {
+        stream: TunnelStream,
+        port: u16,
+        credit: u64,
+    },
+    /// What comes on this stream may be sent up to here.
+    TunnelCredit {
+        stream: TunnelStream,
+        upto: u64,
+    },
+    /// Nothing more goes into this stream; what comes out of it still may.
+    TunnelEnd {
+        stream: TunnelStream,
+    },
+    /// The stream is cut off in both directions.
+    TunnelReset {
+        stream: TunnelStream,
+    },
 }
 
 /// Everything the server sends.
@@ -224,6 +254,11 @@ pub enum ToAgentFrame {
     Files {
         sequence: u64,
         offset: u64,
+        data: Bytes,
+    },
+    /// A piece of a stream.
+    Tunnel {
+        stream: TunnelStream,
         data: Bytes,
     },
 }
@@ -306,10 +341,16 @@ pub enum FromAgent {
         /// It watches directories.
         #[serde(default)]
         watches: bool,
+        /// It carries streams of the network, and offers a proxy.
+        #[serde(default)]
+        tunnel: bool,
     },
     Started {
         number: ExecutionNumber,
         spawn_us: u64,
+        /// By an interpreter that waited for it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        by_spare: bool,
     },
     StartFailed {
         number: ExecutionNumber,
@@ -400,6 +441,41 @@ pub enum FromAgent {
         /// How large the file is, where that is why.
         size: Option<u64>,
     },
+    /// A program has connected to the proxy. The number is odd and higher than any before in this conversation. What comes from the server may be sent
+    /// up to `credit` bytes; what the program says is sent as [`ToAgent::TunnelCredit`] allows.
+    TunnelOpen {
+        stream: TunnelStream,
+        credit: u64,
+    },
+    /// What [`ToAgent::TunnelConnect`] asked for is there.
+    TunnelOpened {
+        stream: TunnelStream,
+        credit: u64,
+    },
+    TunnelCredit {
+        stream: TunnelStream,
+        upto: u64,
+    },
+    TunnelEnd {
+        stream: TunnelStream,
+    },
+    TunnelReset {
+        stream: TunnelStream,
+        reason: TunnelFault,
+    },
+}
+
+/// Why a stream was cut off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TunnelFault {
+    /// Nobody listens at this port.
+    Refused,
+    /// There are too many streams already.
+    Busy,
+    /// The program cut it off, or is gone.
+    #[serde(other)]
+    Reset,
 }
 
 /// Why files were not packed or unpacked.
@@ -445,6 +521,11 @@ pub enum FromAgentFrame {
     Files {
         sequence: u64,
         offset: u64,
+        data: Bytes,
+    },
+    /// A piece of a stream.
+    Tunnel {
+        stream: TunnelStream,
         data: Bytes,
     },
 }

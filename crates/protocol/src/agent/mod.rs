@@ -28,12 +28,17 @@
 //! The file system travels as an archive in pieces, each with its offset: from the agent under a credit of its own, to the agent as the FIFO
 //! takes them. It is not held for replay: a conversation that ends in the middle of it leaves nothing behind. Single files travel in the same frames, several
 //! at a time, each under the number that the server gave it: [`ToAgent::File`] begins one, [`FromAgent::FileDone`] or [`FromAgent::FileFailed`] ends it.
+//!
+//! Streams of the network are multiplexed too: those that programs open to the proxy which the agent offers on their loopback, and those that the server opens
+//! to programs that listen there. The agent looks into none of them. Each has a credit in each direction, an end in each direction, and can be cut off. None
+//! outlives its conversation: when a new one begins, the agent cuts them all off.
 
 mod file;
 mod frame;
 mod message;
 mod raw;
 mod signal;
+mod spares;
 
 pub use file::{ByteRange, ChangeKind, FileAbout, FileAsk, FileChange, FileFault, FileKind, FileList};
 
@@ -42,10 +47,12 @@ pub use frame::{
 };
 pub use frame::{
     encode_exec, encode_files_from_agent, encode_files_to_agent, encode_from_agent, encode_output, encode_reply_opening, encode_stdin,
+    encode_tunnel_from_agent, encode_tunnel_to_agent,
 };
 pub use message::*;
 pub use raw::{GuestPath, NoPath, Raw};
 pub use signal::{signal_name, signal_number};
+pub use spares::{ImageSpares, MAX_SPARES, MAX_WARM_MODULES, SpareConfig};
 
 /// The version of this conversation. A sandbox restored later still has the agent it was saved with, so a server speaks to an agent
 /// of an older version in that one's words.

@@ -49,6 +49,7 @@ pub(super) fn launch(subject: &dyn Subject) -> (Launch, Marker, tempfile::TempDi
         pids: None,
         output_window_bytes: WINDOW,
         stdin_window_bytes: WINDOW,
+        spares: None,
     };
     let id = SandboxId::random();
     let dir = home.path().join(id.to_string());
@@ -180,7 +181,7 @@ impl Session {
             match self.link.reader.recv_within(left).await? {
                 FromAgentFrame::Control(message) => return Ok(message),
                 FromAgentFrame::Output { number, stream, offset, data } => self.take(number, stream, offset, &data),
-                FromAgentFrame::Files { .. } => panic!("nobody asked for files"),
+                FromAgentFrame::Files { .. } | FromAgentFrame::Tunnel { .. } => panic!("nobody asked for this"),
             }
         }
     }
@@ -203,7 +204,7 @@ impl Session {
                 FromAgentFrame::Output { number, stream, offset, data } => self.take(number, stream, offset, &data),
                 FromAgentFrame::Control(FromAgent::Exited { exit, .. }) => self.exit = Some(exit),
                 FromAgentFrame::Control(_) => {}
-                FromAgentFrame::Files { .. } => panic!("nobody asked for files"),
+                FromAgentFrame::Files { .. } | FromAgentFrame::Tunnel { .. } => panic!("nobody asked for this"),
             }
         }
     }

@@ -177,6 +177,7 @@ impl Agent {
                         files: false,
                         single_files: false,
                         watches: false,
+                        tunnel: false,
                     };
                     encode_reply_opening(&mut self.out, &nonce, &reply);
                 }
@@ -197,7 +198,7 @@ impl Agent {
                 };
                 self.say(&answer);
             }
-            ToAgentFrame::Files { .. } => {}
+            ToAgentFrame::Files { .. } | ToAgentFrame::Tunnel { .. } => {}
             ToAgentFrame::Control(control) => self.control(control),
         }
     }
@@ -209,7 +210,7 @@ impl Agent {
             return self.say(&FromAgent::StartFailed { number, message: "another execution runs".to_owned() });
         }
         self.execution = Some(Execution::new(spec, Program::parse(&String::from_utf8_lossy(code)), self.output_window, self.stdin_window));
-        self.say(&FromAgent::Started { number, spawn_us: 0 });
+        self.say(&FromAgent::Started { number, spawn_us: 0, by_spare: false });
     }
 
     fn control(&mut self, control: ToAgent) {
@@ -219,6 +220,8 @@ impl Agent {
             // It has said that it can't.
             ToAgent::PackFiles { .. } | ToAgent::FilesCredit { .. } | ToAgent::FilesCancel { .. } => {}
             ToAgent::UnpackFiles { .. } | ToAgent::FilesEnd { .. } | ToAgent::File { .. } => {}
+            ToAgent::Proxy { .. } | ToAgent::TunnelConnect { .. } | ToAgent::TunnelCredit { .. } => {}
+            ToAgent::TunnelEnd { .. } | ToAgent::TunnelReset { .. } => {}
             ToAgent::Hello { .. } | ToAgent::Resize { .. } => {}
             ToAgent::StdinEof { number, offset } => {
                 let Some(execution) = self.numbered(number) else { return };

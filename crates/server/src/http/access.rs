@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use axum::{
     extract::{Request, State},
-    http::{HeaderMap, StatusCode, header, uri::Authority},
+    http::{HeaderMap, HeaderName, StatusCode, header, uri::Authority},
     middleware::Next,
     response::Response,
 };
@@ -33,6 +33,10 @@ pub enum InvalidKeys {
 }
 
 impl ApiKey {
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Reads keys, one a line, as `key` or `name:key`; empty lines and those that begin with `#` don't count.
     ///
     /// # Errors
@@ -75,7 +79,17 @@ impl Access {
         !self.keys.is_empty()
     }
 
-    fn owner(&self, headers: &HeaderMap) -> Option<&ApiKey> {
+    /// Takes out what is one of the server's own keys.
+    pub(super) fn remove_key(&self, headers: &mut HeaderMap) {
+        for name in [header::AUTHORIZATION, HeaderName::from_static("x-api-key")] {
+            let alone = headers.get(&name).map(|value| HeaderMap::from_iter([(name.clone(), value.clone())]));
+            if alone.is_some_and(|alone| self.owner(&alone).is_some()) {
+                headers.remove(name);
+            }
+        }
+    }
+
+    pub(super) fn owner(&self, headers: &HeaderMap) -> Option<&ApiKey> {
         let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
             let (scheme, key) = value.to_str().ok()?.split_once(' ')?;
             scheme.eq_ignore_ascii_case("bearer").then_some(key)
@@ -89,7 +103,7 @@ impl Access {
         })
     }
 
-    fn host_allowed(&self, headers: &HeaderMap) -> bool {
+    pub(super) fn host_allowed(&self, headers: &HeaderMap) -> bool {
         if self.any_host || !self.keys.is_empty() {
             return true;
         }
@@ -131,10 +145,15 @@ fn names_this_machine(host: &str) -> bool {
 }
 
 /// A browser names the origin of the page. Only this server's own may use it.
-fn origin_allowed(headers: &HeaderMap) -> bool {
+pub(super) fn origin_allowed(headers: &HeaderMap) -> bool {
     let Some(origin) = headers.get(header::ORIGIN) else { return true };
     let (Ok(origin), Some(Ok(host))) = (origin.to_str(), headers.get(header::HOST).map(|host| host.to_str())) else { return false };
     origin.split_once("://").is_some_and(|(scheme, authority)| matches!(scheme, "http" | "https") && authority.eq_ignore_ascii_case(host))
+}
+
+/// As that of a page which was shut into an origin of its own.
+pub(super) fn origin_is_opaque(headers: &HeaderMap) -> bool {
+    headers.get(header::ORIGIN).is_some_and(|origin| origin == "null")
 }
 
 #[cfg(test)]

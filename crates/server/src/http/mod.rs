@@ -2,6 +2,7 @@
 
 mod access;
 mod opening;
+mod ports;
 mod socket;
 mod v1;
 
@@ -28,9 +29,11 @@ pub(crate) fn router(manager: Arc<Manager>, workspaces: Arc<Workspaces>) -> Rout
         .route("/metrics", get(metrics))
         .merge(v1::router(v1::Api::new(Arc::clone(&manager), workspaces)))
         .layer(middleware::from_fn_with_state(Arc::clone(&manager), access::check))
+        .merge(ports::router(Arc::clone(&manager)))
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readiness))
         .fallback(async || error(StatusCode::NOT_FOUND, "not_found", "There is nothing at this address."))
+        .layer(middleware::from_fn_with_state(Arc::clone(&manager), ports::by_host))
         .with_state(manager)
 }
 

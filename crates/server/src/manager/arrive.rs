@@ -20,6 +20,7 @@ use sandboxer_store::{
 };
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
+    task::JoinHandle,
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
@@ -75,6 +76,14 @@ struct Restored {
     place: (Option<OwnedSemaphorePermit>, Place),
 }
 
+/// Who waits for what is got ready.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Hurry {
+    Somebody,
+    /// The lease of a silent owner has some seconds to go.
+    Nobody,
+}
+
 /// A restore that lacks only the lease.
 struct Ready {
     name: CheckpointName,
@@ -83,6 +92,36 @@ struct Ready {
     files: FileSet,
     /// A container that waits for it.
     container: Option<Instance>,
+    /// Its place, where it was taken ahead.
+    slot: Option<OwnedSemaphorePermit>,
+}
+
+/// What is got ready before the sandbox is held.
+#[derive(Default)]
+enum Ahead {
+    #[default]
+    Nothing,
+    Here(Box<Ready>),
+    /// On its way. It is never cut off: half of a container is nobody's.
+    Coming(CheckpointName, JoinHandle<Option<Box<Ready>>>),
+}
+
+impl Ahead {
+    async fn arrived(self) -> Option<Box<Ready>> {
+        match self {
+            Self::Nothing => None,
+            Self::Here(ready) => Some(ready),
+            Self::Coming(_, ready) => ready.await.ok().flatten(),
+        }
+    }
+
+    fn is_of(&self, name: CheckpointName) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::Here(ready) => ready.name == name,
+            Self::Coming(coming, _) => *coming == name,
+        }
+    }
 }
 
 /// Starts one sandbox from a checkpoint.
@@ -91,8 +130,7 @@ pub(crate) struct Restorer {
     checkpoints: Arc<Checkpoints>,
     id: SandboxId,
     token_sha256: String,
-    /// What was got ready before the sandbox was held.
-    ready: Arc<Mutex<Option<Ready>>>,
+    ahead: Arc<Mutex<Ahead>>,
     restored: Arc<Mutex<Option<Restored>>>,
 }
 
@@ -142,7 +180,8 @@ impl Manager {
         let _busy = self.pool.busy();
         let looked = checkpoints.look(id).await.map_err(|error| ArriveError::Failed(error.to_string()))?;
         let Some(stored) = looked else { return Err(not_found()) };
-        let ready = Arc::new(Mutex::new(self.look_ahead(&checkpoints, id, &stored).await?));
+        let ahead = self.look_ahead(&checkpoints, id, &stored).await?.map_or(Ahead::Nothing, |ready| Ahead::Here(Box::new(ready)));
+        let ahead = Arc::new(Mutex::new(ahead));
         let wire = Wire::default();
         let restored = Arc::new(Mutex::new(None));
         let restorer = Restorer {
@@ -150,17 +189,14 @@ impl Manager {
             checkpoints: Arc::clone(&checkpoints),
             id,
             token_sha256: Checkpoints::token_sha256(&stored).to_owned(),
-            ready: Arc::clone(&ready),
+            ahead: Arc::clone(&ahead),
             restored: Arc::clone(&restored),
         };
         let (runtime, metrics) = (Arc::clone(&self.runtime), Arc::clone(&self.metrics));
         let place = (id, self.dir(id));
         let host = SandboxHost::new(id, place, runtime, Arc::clone(&checkpoints), wire.sender.clone(), metrics, Some(restorer));
         let arrival = handoff::arrive(&checkpoints.leases, id, Arc::clone(&host), give_up).await;
-        let unused = ready.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(unused) = unused.filter(|unused| unused.container.is_some()) {
-            self.discard(&unused.launch).await;
-        }
+        self.put_back_later(std::mem::take(&mut *ahead.lock().unwrap_or_else(PoisonError::into_inner)));
         let keeper = match arrival {
             Arrival::Running(keeper) => keeper,
             Arrival::NotHeld(sought) => return Err(not_held(&sought)),
@@ -202,7 +238,7 @@ impl Manager {
         if self.slots.available_permits() == 0 {
             return Err(ArriveError::Failed(self.full()));
         }
-        let why = match self.get_ready(checkpoints, id, name, Checkpoints::token_sha256(stored)).await {
+        let why = match self.get_ready(checkpoints, id, name, Checkpoints::token_sha256(stored), Hurry::Somebody).await {
             Ok(ready) => return Ok(Some(ready)),
             Err(why) => why,
         };
@@ -213,19 +249,44 @@ impl Manager {
         }
     }
 
+    /// Ends what was got ready for nothing.
+    async fn put_back(&self, unused: Ready) {
+        if unused.container.is_some() {
+            self.discard(&unused.launch).await;
+        }
+    }
+
+    /// The same when it is there. Nobody waits for that: it was only a guess.
+    fn put_back_later(self: &Arc<Self>, ahead: Ahead) {
+        if matches!(ahead, Ahead::Nothing) {
+            return;
+        }
+        let manager = Arc::clone(self);
+        let end = async move {
+            if let Some(unused) = ahead.arrived().await {
+                manager.put_back(*unused).await;
+            }
+        };
+        self.drivers.spawn(end.in_current_span());
+    }
+
     /// Everything of a restore that needs no lease. If no container waits, one is made while the data is on its way here; data that is here
-    /// already would only be held up by that.
+    /// already would only be held up by that, where somebody waits.
     async fn get_ready(
         self: &Arc<Self>,
         checkpoints: &Checkpoints,
         id: SandboxId,
         name: CheckpointName,
         token_sha256: &str,
+        hurry: Hurry,
     ) -> Result<Ready, String> {
         let found = checkpoints.find(ManifestAt::Checkpoint { sandbox_id: id, name }, &self.images).await?;
         let state = &found.state;
         let resources = state.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
         let waited = self.container_from_pool(&found.image);
+        let makes_one = waited.is_none() && (hurry == Hurry::Nobody || !checkpoints.has(&found).await);
+        // What is made before the sandbox is held is not yet the sandbox, neither to the next server.
+        let container = waited.as_ref().map(|container| container.id).or_else(|| makes_one.then(SandboxId::random));
         let record = Record {
             version: RECORD_VERSION,
             id,
@@ -238,17 +299,17 @@ impl Manager {
             config: state.config.clone(),
             epoch: None,
             generation: state.generation,
-            container: waited.as_ref().map(|container| container.id),
-            standby: false,
+            container,
+            standby: true,
         };
         let launch = self.launch(&record, resources);
         let (files, container) = match waited {
             Some(waited) => (checkpoints.bring(&found).await, Some(waited.instance)),
-            None if checkpoints.has(&found).await => (checkpoints.bring(&found).await, None),
-            None => tokio::join!(checkpoints.bring(&found), self.make_container(&launch, &record)),
+            None if makes_one => tokio::join!(checkpoints.bring(&found), self.make_container(&launch, &record)),
+            None => (checkpoints.bring(&found).await, None),
         };
         match files {
-            Ok(files) => Ok(Ready { name, record, launch, files, container }),
+            Ok(files) => Ok(Ready { name, record, launch, files, container, slot: None }),
             Err(why) => {
                 if container.is_some() {
                     self.discard(&launch).await;
@@ -296,24 +357,57 @@ impl Manager {
 }
 
 impl Restorer {
+    /// Gets ready what will probably be restored.
+    pub(crate) fn expect(&self, name: CheckpointName) {
+        let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+        if ahead.is_of(name) {
+            return;
+        }
+        self.manager.put_back_later(std::mem::take(&mut *ahead));
+        // What is only expected takes a place too, so that no more is got ready than could be restored.
+        let Ok(slot) = Arc::clone(&self.manager.slots).try_acquire_owned() else { return };
+        let (manager, checkpoints) = (Arc::clone(&self.manager), Arc::clone(&self.checkpoints));
+        let (id, token_sha256) = (self.id, self.token_sha256.clone());
+        let coming = async move {
+            info!(%name, "its owner is silent: what was saved is got ready");
+            match manager.get_ready(&checkpoints, id, name, &token_sha256, Hurry::Nobody).await {
+                Ok(ready) => Some(Box::new(Ready { slot: Some(slot), ..ready })),
+                Err(why) => {
+                    // It is tried again, and told, when the sandbox is held.
+                    debug!(why, "what was saved could not be got ready");
+                    None
+                }
+            }
+        };
+        *ahead = Ahead::Coming(name, self.manager.drivers.spawn(coming.in_current_span()));
+    }
+
     /// A restore that gVisor fails is tried once more. Returns what it is to the runtime, and where.
     pub(crate) async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(SandboxId, PathBuf), String> {
         let manager = &self.manager;
-        let slot = Arc::clone(&manager.slots).try_acquire_owned().map_err(|_| manager.full())?;
-        manager.give_way();
-        let ahead = self.ready.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let ready = match ahead {
-            Some(ready) if ready.name == name => ready,
+        let mut ahead = std::mem::take(&mut *self.ahead.lock().unwrap_or_else(PoisonError::into_inner));
+        if !ahead.is_of(name) {
             // Somebody has gone on with it since.
-            other => {
-                if let Some(Ready { launch, container: Some(_), .. }) = other {
-                    manager.discard(&launch).await;
+            manager.put_back_later(std::mem::take(&mut ahead));
+        }
+        let mut ready = ahead.arrived().await;
+        let slot =
+            match ready.as_mut().and_then(|ready| ready.slot.take()).map_or_else(|| Arc::clone(&manager.slots).try_acquire_owned(), Ok) {
+                Ok(slot) => slot,
+                Err(_) => {
+                    if let Some(ready) = ready {
+                        manager.put_back(*ready).await;
+                    }
+                    return Err(manager.full());
                 }
-                manager.get_ready(&self.checkpoints, self.id, name, &self.token_sha256).await?
-            }
+            };
+        manager.give_way();
+        let ready = match ready {
+            Some(ready) => *ready,
+            None => manager.get_ready(&self.checkpoints, self.id, name, &self.token_sha256, Hurry::Somebody).await?,
         };
         let Ready { record, launch, files, mut container, .. } = ready;
-        let record = Record { epoch: Some(epoch), ..record };
+        let record = Record { epoch: Some(epoch), standby: false, ..record };
         let mut failure = String::new();
         for attempt in 1..=2 {
             let container = container.take();

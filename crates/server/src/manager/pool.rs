@@ -389,7 +389,9 @@ impl Manager {
                 let making = self.pool.lock().making.take();
                 match started {
                     Ok(Some(opened)) => {
-                        let waiting = waiting(&record, launch.clone(), opened);
+                        let mut waiting = waiting(&record, launch.clone(), opened);
+                        // Now, and not with what its creator asks for first. One that does not hear it is asked for a sign of life before anybody gets it.
+                        let _ = timeout(ANSWERS_WITHIN, waiting.running.writer.flush()).await;
                         self.watch_end(waiting.running.ended.clone());
                         match making.and_then(|making| making.wanted) {
                             Some(wanted) => {

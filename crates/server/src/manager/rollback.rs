@@ -40,6 +40,7 @@ pub(crate) struct RolledBack {
     /// Its agent can send its files.
     pub(crate) packs_files: bool,
     pub(crate) single_files: SingleFiles,
+    pub(crate) tunnel: bool,
     /// Held until it has taken over.
     pub(crate) turn: OwnedSemaphorePermit,
 }
@@ -129,8 +130,10 @@ impl Roller {
             warn!(%error, "the record of the sandbox could not be written");
         }
         going.host.moved_to(record.container(), launch.dir.clone());
-        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, .. } = running.identified(&record);
-        Ok(Box::new(RolledBack { record, dir: launch.dir, reader, writer, ended, execution, next_number, packs_files, single_files, turn }))
+        let running = running.identified(&record);
+        let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, tunnel, .. } = running;
+        let dir = launch.dir;
+        Ok(Box::new(RolledBack { record, dir, reader, writer, ended, execution, next_number, packs_files, single_files, tunnel, turn }))
     }
 
     /// Ends the container that was left behind, in the background.

@@ -21,6 +21,10 @@ const STDIN_FULL: &str = "The program has not read its input, and no more of it 
 impl Driver {
     pub(super) fn on_frame(&mut self, frame: Result<FromAgentFrame, LinkError>) -> Option<Outcome> {
         let problem = match frame {
+            Ok(FromAgentFrame::Control(FromAgent::TunnelOpen { stream, credit })) => match self.on_stream_opened(stream, credit) {
+                Ok(()) => return None,
+                Err(violation) => violation.to_owned(),
+            },
             Ok(FromAgentFrame::Control(message)) => {
                 self.on_control(message);
                 return None;
@@ -45,6 +49,10 @@ impl Driver {
                 Ok(()) => return None,
                 Err(violation) => violation.to_owned(),
             },
+            Ok(FromAgentFrame::Tunnel { stream, data }) => match self.on_stream_data(stream, &data) {
+                Ok(()) => return None,
+                Err(violation) => violation.to_owned(),
+            },
             Err(LinkError::Closed) => {
                 self.link_closed = Some(Instant::now() + END_EXPLAINED);
                 return None;
@@ -57,7 +65,10 @@ impl Driver {
 
     fn on_control(&mut self, message: FromAgent) {
         match message {
-            FromAgent::Started { number, .. } => {
+            FromAgent::Started { number, by_spare, .. } => {
+                if by_spare {
+                    self.metrics.executions_by_spare.inc();
+                }
                 let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
                 if matches!(execution.state, State::Asked) {
                     execution.state = State::Running;
@@ -113,6 +124,12 @@ impl Driver {
             FromAgent::FileOpened { sequence, about, start, length } => self.on_file_opened(sequence, about, start, length),
             FromAgent::FileDone { sequence, bytes, about } => self.on_file_done(sequence, bytes, about),
             FromAgent::FileFailed { sequence, fault, message, size } => self.on_file_failed(sequence, fault, &message, size),
+            FromAgent::TunnelOpened { stream, credit } => self.streams.tunnel.opened(stream, credit),
+            FromAgent::TunnelCredit { stream, upto } => self.streams.tunnel.credit(stream, upto),
+            FromAgent::TunnelEnd { stream } => self.streams.tunnel.ended(stream),
+            FromAgent::TunnelReset { stream, reason } => self.on_stream_reset(stream, reason),
+            // Carried out by the caller, since it may break the protocol.
+            FromAgent::TunnelOpen { .. } => {}
             FromAgent::FilesUnpacked { .. } => debug!("files were unpacked that nobody sent"),
             FromAgent::HelloReply { .. } => debug!("an answer to an opening that nobody made"),
         }

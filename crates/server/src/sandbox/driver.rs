@@ -46,11 +46,13 @@ use super::{
     last_use::LastUse,
     record::Record,
     saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
+    streams::{self, Streams, WayReply},
     transfers::{self, Push, SingleFiles, Transfers},
 };
 use crate::{
     manager::{RolledBack, Roller},
     metrics::Metrics,
+    network::Egress,
 };
 
 /// How long an attached client has to answer when another one knocks.
@@ -94,6 +96,11 @@ pub(crate) enum Command {
     },
     /// It wants something done with a single file.
     File(transfers::Order),
+    /// Somebody wants to reach a port of the sandbox.
+    Way {
+        port: u16,
+        reply: WayReply,
+    },
     /// Another instance wants the sandbox.
     AskedFor {
         reply: oneshot::Sender<Consent>,
@@ -269,6 +276,7 @@ pub(crate) struct Driver {
     pub(super) transfers: Transfers,
     /// How much was done with files so far: each has its number.
     pub(super) file_numbers: u64,
+    pub(super) streams: Streams,
 }
 
 /// What a driver starts from.
@@ -300,6 +308,10 @@ pub(crate) struct Start {
     pub(crate) filesystems: files::Kept,
     pub(crate) packs_files: bool,
     pub(crate) single_files: SingleFiles,
+    /// The agent carries streams of the network.
+    pub(crate) tunnel: bool,
+    /// Where those go that programs open; none: it has no network.
+    pub(crate) egress: Option<Egress>,
 }
 
 pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
@@ -321,6 +333,8 @@ enum Event {
     Packing(Progress),
     /// Of a single file: what comes of it; none: nobody wants it any longer.
     File(u64, Option<Push>),
+    /// Streams of the network have something to say to the agent.
+    Streams,
     /// The lease is certain again.
     MayAct,
 }
@@ -351,6 +365,8 @@ impl Driver {
             filesystems,
             packs_files,
             single_files,
+            tunnel,
+            egress,
         } = start;
         let now = Instant::now();
         let autosave = record.config.autosave;
@@ -392,11 +408,13 @@ impl Driver {
             single_files,
             transfers: Transfers::default(),
             file_numbers: 0,
+            streams: Streams { able: tunnel, egress, ..Streams::default() },
         }
     }
 
     /// Runs until the sandbox is gone or left. When this returns, its processes are too, unless they were left running.
     pub(crate) async fn run(mut self) -> Ending {
+        self.begin_streams();
         loop {
             self.note_idleness();
             let event = self.next_event().await;
@@ -445,6 +463,10 @@ impl Driver {
                     self.on_push(sequence, push);
                     None
                 }
+                Event::Streams => {
+                    self.on_streams_stirred();
+                    None
+                }
                 Event::RolledBack(rolled) => {
                     self.on_rolled_back(rolled);
                     None
@@ -473,6 +495,10 @@ impl Driver {
             Command::File(order) => {
                 self.last_use.note();
                 self.on_order(order);
+            }
+            Command::Way { port, reply } => {
+                self.last_use.note();
+                self.on_way(port, reply);
             }
             Command::Abandon => return Some(Outcome::Drained),
             Command::AskedFor { reply } => self.on_asked_for(reply),
@@ -535,6 +561,7 @@ impl Driver {
             rolled = under_way(self.rollback.as_mut()) => return Event::RolledBack(rolled),
             progress = packing(self.packing.as_mut()) => return Event::Packing(progress),
             (sequence, push) = self.transfers.next(backlog), if may_serve => return Event::File(sequence, push),
+            () = self.streams.tunnel.stirred(), if may_serve && backlog < streams::MAX_BACKLOG_BYTES => return Event::Streams,
             request = receive(incoming) => return Event::Request(request),
             pong = changed(pongs) => return Event::Pong(pong),
             permit = reserve(outgoing) => permit,
@@ -650,6 +677,7 @@ impl Driver {
         let busy = self.client.is_some()
             || self.packing.is_some()
             || self.transfers.keep_busy()
+            || self.streams.tunnel.serves()
             || self.execution.as_ref().is_some_and(Execution::is_live);
         match (busy, self.idle_since) {
             (true, None) | (false, Some(_)) => return,

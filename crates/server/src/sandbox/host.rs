@@ -245,6 +245,12 @@ impl Host for SandboxHost {
         }
     }
 
+    fn expect(&self, latest: CheckpointName) {
+        if let Some(restorer) = &self.restorer {
+            restorer.expect(latest);
+        }
+    }
+
     async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String> {
         self.stands_on(Some(name));
         match &self.restorer {

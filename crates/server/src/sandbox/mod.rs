@@ -28,6 +28,8 @@ mod requests;
 pub(crate) mod rollback;
 pub(crate) mod saving;
 mod snapshots;
+pub(crate) mod streams;
 pub(crate) mod transfers;
+pub(crate) mod tunnel;
 
 pub(crate) use execution::Execution;

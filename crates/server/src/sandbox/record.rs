@@ -17,7 +17,7 @@ use sandboxer_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::limits::Limits;
+use crate::{limits::Limits, network::Rule};
 
 pub(crate) const RECORD_VERSION: u32 = 1;
 const FILE: &str = "record.json";
@@ -79,6 +79,9 @@ pub(crate) struct SandboxConfig {
     /// How often it is saved while it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) autosave: Option<Duration>,
+    /// What its programs may reach, of what the server allows; none: it has no network.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) network: Vec<Rule>,
 }
 
 /// Why a sandbox that an earlier server left can't be taken up.

@@ -1,7 +1,5 @@
 //! What the driver does with requests of the client.
 
-use std::collections::BTreeMap;
-
 use bytes::Bytes;
 use sandboxer_protocol::{
     ExecutionId,
@@ -19,16 +17,8 @@ use super::{
     driver::{Driver, Grace, KILL_ANSWERED, Outcome},
     execution::{Execution, Note, State},
 };
+use crate::spares::environment;
 
-/// What every program finds in its environment, unless the client says otherwise.
-const ENVIRONMENT: [(&str, &str); 6] = [
-    ("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
-    ("HOME", "/root"),
-    ("USER", "root"),
-    ("LOGNAME", "root"),
-    ("SHELL", "/bin/bash"),
-    ("LANG", "C.UTF-8"),
-];
 const HOME: &str = "/root";
 
 impl Driver {
@@ -207,7 +197,7 @@ impl Driver {
             }),
         };
         let config = &self.record.config;
-        let mut env: BTreeMap<String, String> = ENVIRONMENT.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let mut env = environment();
         env.extend(config.env.clone());
         env.extend(request.env.unwrap_or_default());
         let spec = ExecSpec {

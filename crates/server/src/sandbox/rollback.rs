@@ -58,7 +58,7 @@ impl Driver {
                 return;
             }
         };
-        let RolledBack { record, dir, reader, writer, ended, execution, next_number, packs_files, single_files, turn } = rolled;
+        let RolledBack { record, dir, reader, writer, ended, execution, next_number, packs_files, single_files, tunnel, turn } = rolled;
         info!(generation = record.generation, "rolled back");
         self.metrics.rollbacks.inc();
         let left = (self.record.container(), std::mem::replace(&mut self.dir, dir));
@@ -69,6 +69,7 @@ impl Driver {
         (self.execution, self.next_number, self.packs_files) = (execution, next_number, packs_files);
         self.single_files = single_files;
         self.cut_transfers();
+        self.cut_streams(tunnel);
         (self.kill_deadline, self.link_closed) = (None, None);
         self.generation.store(self.record.generation, Ordering::Release);
         self.saves.begin_again();

@@ -34,6 +34,7 @@ use crate::{
         client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES},
         driver::Attachment,
     },
+    settings::Settings,
 };
 
 /// What is done with single files at once in all sandboxes: each may hold some MiB here.
@@ -84,6 +85,10 @@ pub(crate) struct Native {
 impl Native {
     pub(crate) fn new(manager: Arc<Manager>) -> Self {
         Self { manager, transfers: Arc::new(Semaphore::new(MAX_TRANSFERS)) }
+    }
+
+    pub(crate) fn settings(&self) -> &Settings {
+        self.manager.settings()
     }
 
     /// Makes one; returns the only copy of its token.

@@ -77,6 +77,10 @@ pub trait Host: Send + Sync + 'static {
     /// A checkpoint counts: the copies of its name may follow.
     async fn published(&self, name: CheckpointName);
 
+    /// This checkpoint will probably have to be restored in some seconds, unless its owner shows that it lives. Nothing of the volume may be changed, and
+    /// nothing waited for.
+    fn expect(&self, _latest: CheckpointName) {}
+
     /// Starts the sandbox from a checkpoint.
     async fn restore(&self, name: CheckpointName, epoch: u64) -> Result<(), String>;
 
@@ -95,7 +99,7 @@ pub enum Arrival {
 
 /// Gets hold of a sandbox and restores its latest checkpoint.
 pub async fn arrive<H: Host>(leases: &Leases, id: SandboxId, host: Arc<H>, give_up: &CancellationToken) -> Arrival {
-    let held = match leases.seek(id, give_up).await {
+    let held = match leases.seek_expecting(id, give_up, &|latest| host.expect(latest)).await {
         Sought::Held(held) => held,
         other => return Arrival::NotHeld(other),
     };
@@ -105,18 +109,23 @@ pub async fn arrive<H: Host>(leases: &Leases, id: SandboxId, host: Arc<H>, give_
     };
     match restored {
         // A restore may take longer than a lease: nobody hears that it runs before that is certain.
-        Ok(()) => match held.lease.certain().await {
-            Ok(()) => Arrival::Running(keep(leases, held, host)),
-            Err(LeaseError::Lost(reason)) => {
+        Ok(()) => match leases.patiently(held.lease.certain()).await {
+            Some(Ok(())) => Arrival::Running(keep(leases, held, host)),
+            Some(Err(LeaseError::Lost(reason))) => {
                 host.stop(Ending::Lost(reason)).await;
                 Arrival::NotHeld(Sought::HandoffInProgress)
             }
             // The server is going away, and the sandbox stays for the next.
-            Err(error) => Arrival::NotHeld(Sought::Unavailable(error.to_string())),
+            Some(Err(error)) => Arrival::NotHeld(Sought::Unavailable(error.to_string())),
+            // Nobody has heard of what runs here, and what it came from is on the volume: it can be had again once that answers.
+            None => {
+                host.stop(Ending::Lost(LostReason::Unknown)).await;
+                Arrival::NotHeld(Sought::Unavailable("no reply since it was restored".to_owned()))
+            }
         },
         Err(reason) => {
             // Nobody else should have to wait for the lease to run out; if this can't be written, they do.
-            let _ = held.lease.release_untouched().await;
+            let _ = leases.patiently(held.lease.release_untouched()).await;
             Arrival::RestoreFailed(reason)
         }
     }

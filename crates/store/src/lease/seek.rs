@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::decide::{Decision, Position};
 use super::{Held, Leases, Moment, watch::Watch};
+use crate::layout::CheckpointName;
 use crate::record::{Holder, Nonce, OwnerChange, ReadError, Record, Stored, SwapError, Tombstone};
 
 /// What became of the search.
@@ -33,21 +34,30 @@ pub enum Sought {
     Unavailable(String),
 }
 
+/// Hears what will probably be restored.
+pub(super) type Expect<'a> = &'a (dyn Fn(CheckpointName) + Sync);
+
 impl Leases {
     /// Gets hold of a sandbox, however long that takes within [`super::Terms::patience`]. At most one search for an id at a time, and
     /// none for what this process holds.
     ///
     /// When `give_up` is cancelled, what was registered is withdrawn.
     pub async fn seek(&self, id: SandboxId, give_up: &CancellationToken) -> Sought {
-        self.search(id, give_up, false).await
+        self.search(id, give_up, false, &|_| {}).await
+    }
+
+    /// The same; `expect` hears once of each checkpoint that will probably have to be restored, since its owner seems to be dead, while that is not
+    /// certain yet. It must not wait for anything.
+    pub(super) async fn seek_expecting(&self, id: SandboxId, give_up: &CancellationToken, expect: Expect<'_>) -> Sought {
+        self.search(id, give_up, false, expect).await
     }
 
     /// Gets hold of a sandbox in order to end it ([`super::Lease::bury`]), also of one that was never saved.
     pub async fn seize(&self, id: SandboxId, give_up: &CancellationToken) -> Sought {
-        self.search(id, give_up, true).await
+        self.search(id, give_up, true, &|_| {}).await
     }
 
-    async fn search(&self, id: SandboxId, give_up: &CancellationToken, unsaved: bool) -> Sought {
+    async fn search(&self, id: SandboxId, give_up: &CancellationToken, unsaved: bool, expect: Expect<'_>) -> Sought {
         let mut search = Search {
             leases: self,
             id,
@@ -55,6 +65,8 @@ impl Leases {
             position: Position::new(self.me.clone(), self.clock.nonce(), unsaved),
             last: None,
             acquiring: None,
+            expect,
+            expected: None,
         };
         let found = tokio::select! {
             biased;
@@ -77,6 +89,9 @@ struct Search<'a> {
     last: Option<Stored>,
     /// The nonce of an acquisition that may have been written, and when it was first asked for.
     acquiring: Option<(Nonce, Moment)>,
+    expect: Expect<'a>,
+    /// What it was last told.
+    expected: Option<CheckpointName>,
 }
 
 impl Search<'_> {
@@ -140,7 +155,10 @@ impl Search<'_> {
         let unix = self.leases.clock.unix_time().as_secs();
         match self.position.decide(&there.record, &self.watch, now, unix, &self.leases.terms, self.leases.faults) {
             Decision::Found(found) => Ok(Some(found)),
-            Decision::Wait => Ok(None),
+            Decision::Wait => {
+                self.look_ahead(&there.record, now);
+                Ok(None)
+            }
             Decision::Register => {
                 let next = there.record.awaited(&self.leases.me, self.position.registration, self.leases.stamp());
                 let swapped = self.swap(&there, &next).await?;
@@ -158,6 +176,17 @@ impl Search<'_> {
                 let swapped = self.swap(&there, &next).await?;
                 Ok(swapped.map(|stored| self.acquired(stored, asked)))
             }
+        }
+    }
+
+    /// Whoever is to restore it may begin before its owner's lease has run out.
+    fn look_ahead(&mut self, record: &Record, now: Moment) {
+        if let Some(latest) = record.latest
+            && self.expected != Some(latest)
+            && self.watch.owner_seems_gone(now, &self.leases.terms)
+        {
+            self.expected = Some(latest);
+            (self.expect)(latest);
         }
     }
 

@@ -46,6 +46,11 @@ impl Watch {
         silent_for(self.owner.as_ref().map(|(_, since)| *since), now) >= terms.lease
     }
 
+    /// It has left out a renewal: most that do never come back.
+    pub(super) fn owner_seems_gone(&self, now: Moment, terms: &Terms) -> bool {
+        silent_for(self.owner.as_ref().map(|(_, since)| *since), now) >= terms.renewal.mul_f64(1.5)
+    }
+
     pub(super) fn waiter_is_gone(&self, now: Moment, terms: &Terms) -> bool {
         silent_for(self.waiter.as_ref().map(|(_, since)| *since), now) >= terms.waiter_lease
     }

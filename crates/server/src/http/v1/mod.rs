@@ -9,6 +9,7 @@ mod files;
 mod filesystems;
 mod idempotency;
 mod kill;
+mod network;
 mod objects;
 mod openapi;
 mod page;
@@ -74,6 +75,8 @@ fn documented() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(files::make_directory))
         .routes(routes!(files::pack, files::unpack))
         .routes(routes!(files::watch))
+        .routes(routes!(network::get))
+        .routes(routes!(network::link))
         .routes(routes!(filesystems::list))
         .routes(routes!(filesystems::get, filesystems::delete))
         .routes(routes!(filesystems::export, filesystems::import))

@@ -27,6 +27,7 @@ const EXECUTION: &str = include_str!("../../../../../docs/schema/execution.json"
         (name = "sandboxes", description = "Sandboxes of every kind"),
         (name = "executions", description = "Programs, for those without a WebSocket"),
         (name = "files", description = "Files of gVisor sandboxes that run"),
+        (name = "network", description = "What gVisor sandboxes reach, and how they are reached"),
         (name = "time travel", description = "Snapshots, checkpoints, going back, copies"),
         (name = "filesystem snapshots", description = "The files of a sandbox, by a name"),
         (name = "server", description = "What may be made, and where")

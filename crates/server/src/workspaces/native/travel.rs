@@ -214,7 +214,7 @@ impl Native {
     }
 
     /// One that is in memory.
-    pub(super) async fn running(&self, id: SandboxId, who: Option<&str>) -> Result<Handle, NativeError> {
+    pub(crate) async fn running(&self, id: SandboxId, who: Option<&str>) -> Result<Handle, NativeError> {
         if let Some(handle) = self.visible(id, who).await {
             return Ok(handle);
         }

@@ -27,6 +27,8 @@ pub enum LostReason {
     Removed,
     #[error("it was released")]
     Released,
+    #[error("it could not be found out whether it is still held")]
+    Unknown,
 }
 
 /// Why something was not done. Unless it says otherwise the lease is still held.

@@ -1,0 +1,423 @@
+//! Interpreters that wait: what runs in one can't tell, none is used twice or lost, copies don't share their luck, and nothing gets slower.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::{collections::BTreeSet, process::Command, time::Instant};
+
+use sandboxer_e2e::{DEADLINE, Options, Server, Volume, Ws, eventually, http, soak};
+use serde_json::{Value, json};
+
+const BY_SPARE: &str = "sandboxer_executions_by_spare_total";
+const BASH: &str = include_str!("spares/bash.txt");
+
+/// What some of the programs find in the sandbox.
+const PREPARE: &str = r#"
+mkdir -p /tmp/shadow /tmp/shadow2 /tmp/beside/package /tmp/custom "/tmp/odd 'dir\" \$x"
+echo 'mine = 1' >/tmp/shadow/json.py
+echo 'raise ImportError("shadowed")' >/tmp/shadow2/selectors.py
+echo 'answer = 42' >/tmp/beside/helper.py
+touch /tmp/beside/package/__init__.py
+echo 'name = __name__' >/tmp/beside/package/part.py
+echo 'print("customized")' >/tmp/custom/sitecustomize.py
+echo 'from_env=yes; echo from $BASH_SOURCE' >/tmp/bash_env
+"#;
+
+/// A program and what is asked for besides.
+struct Program {
+    name: &'static str,
+    request: Value,
+    input: Option<String>,
+}
+
+fn programs(language: &str, text: &'static str) -> Vec<Program> {
+    let parse = |part: &'static str| {
+        let (head, code) = part.split_once('\n').unwrap();
+        let (name, more) = head.find('{').map_or((head, "{}"), |at| head.split_at(at));
+        let mut request: Value = serde_json::from_str(more).unwrap();
+        let input = request.as_object_mut().unwrap().remove("input").map(|input| input.as_str().unwrap().to_owned());
+        request["language"] = json!(language);
+        request["code"] = json!(code);
+        Program { name: name.trim(), request, input }
+    };
+    text.split("### ").skip(1).map(parse).collect()
+}
+
+/// Everything that a client can tell of a program.
+#[derive(PartialEq, Eq, Debug)]
+struct Seen {
+    stdout: String,
+    stderr: String,
+    end: Value,
+}
+
+/// Without what differs from one sandbox and one start to the next in any case: the number in the script's path, addresses, the host's name.
+fn normal(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes).into_owned();
+    let mut rest = text.as_str();
+    let mut out = String::new();
+    while let Some((at, mark)) = ["/exec/", "0x", "sandbox-"].iter().filter_map(|mark| Some((rest.find(mark)?, *mark))).min() {
+        let (before, after) = rest.split_at(at + mark.len());
+        out.push_str(before);
+        out.push('N');
+        rest = after.trim_start_matches(|c: char| if mark == "/exec/" { c.is_ascii_digit() } else { c.is_ascii_hexdigit() });
+    }
+    out.push_str(rest);
+    out
+}
+
+async fn run(ws: &mut Ws, program: &Program) -> Seen {
+    ws.send(program.request.clone()).await;
+    let first = ws.next().await;
+    if first["status"] != "SANDBOX_EXECUTION_RUNNING" {
+        let error = ws.next().await;
+        let end = json!([first["status"], error["event"], error["code"], error["message"]]);
+        return Seen { stdout: String::new(), stderr: String::new(), end };
+    }
+    if let Some(input) = &program.input {
+        ws.send(json!({"event": "stdin", "data": input})).await;
+        ws.send(json!({"event": "stdin_eof"})).await;
+    }
+    let outcome = ws.until_done().await;
+    if program.input.is_some() {
+        // One that has ended before its input came leaves answers to that behind.
+        ws.send(json!({"action": "nothing"})).await;
+        while ws.next().await["code"] != "unknown_action" {}
+    }
+    let end = json!([outcome.exit_code(), outcome.signal()]);
+    Seen { stdout: normal(&outcome.stdout), stderr: normal(&outcome.stderr), end }
+}
+
+fn server(spares: u32) -> Server {
+    with(spares, Options::default()).start()
+}
+
+fn with(spares: u32, options: Options) -> Options {
+    options.arg("--spare-interpreters").arg(spares.to_string())
+}
+
+/// Waits, in the sandbox, until a Python waits there with its modules loaded.
+const UNTIL_WARM: &str = "until grep -qs _asyncio /proc/[0-9]*/maps; do sleep 0.01; done";
+
+/// Until one of this language has waited for its execution.
+async fn until_by_spare(server: &Server, ws: &mut Ws, request: &Value) {
+    let begun = Instant::now();
+    let before = server.metric(BY_SPARE);
+    while server.metric(BY_SPARE) <= before {
+        assert!(begun.elapsed() < DEADLINE, "no interpreter ever waits");
+        ws.run(request.clone()).await;
+    }
+}
+
+async fn compare(language: &str, text: &'static str) {
+    let programs = programs(language, text);
+    assert!(programs.len() >= 60);
+    let (without, with) = (server(0), server(1));
+    let (mut fresh, mut waiting) = (Ws::create(&without).await, Ws::create(&with).await);
+    fresh.bash(PREPARE).await;
+    waiting.bash(PREPARE).await;
+    until_by_spare(&with, &mut waiting, &json!({"language": language, "code": ""})).await;
+    let begun = with.metric(BY_SPARE);
+    let mut different = Vec::new();
+    for program in &programs {
+        let (seen, wanted) = (run(&mut waiting, program).await, run(&mut fresh, program).await);
+        if seen != wanted {
+            different.push(format!("{}\n  without: {wanted:?}\n  with:    {seen:?}", program.name));
+        }
+    }
+    assert!(different.is_empty(), "{} of {} differ:\n{}", different.len(), programs.len(), different.join("\n"));
+    assert_eq!(without.metric(BY_SPARE), 0.0);
+    // Those with an unusual environment or directory get a fresh one.
+    let by_spare = with.metric(BY_SPARE) - begun;
+    assert!(by_spare >= programs.len() as f64 * 0.7, "{by_spare} of {}", programs.len());
+}
+
+#[tokio::test]
+async fn a_bash_that_waited_can_not_be_told_from_one_that_was_started() {
+    compare("bash", BASH).await;
+}
+
+/// What is done to all those that wait, whichever they are.
+fn to_spares(what: &str) -> String {
+    format!(
+        "until grep -qs _asyncio /proc/[0-9]*/maps; do sleep 0.01; done
+         for p in /proc/[0-9]*; do
+             n=${{p##*/}}
+             if [ $n != $$ ] && tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q 'exec/[0-9]*/main'; then kill -{what} $n && echo {what}; fi
+         done"
+    )
+}
+
+#[tokio::test]
+async fn one_that_was_killed_or_stopped_while_it_waited_costs_its_execution_nothing_but_time() {
+    let server = server(2);
+    let mut ws = Ws::create(&server).await;
+    for language in ["bash", "python"] {
+        until_by_spare(&server, &mut ws, &json!({"language": language, "code": ""})).await;
+    }
+    let mut expected = 0;
+    for what in ["STOP", "KILL", "STOP", "INT", "TERM"] {
+        assert!(ws.bash(&to_spares(what)).await.ok().contains(what), "{what}");
+        for language in ["python", "bash", "python", "bash"] {
+            let code = if language == "bash" {
+                "echo x >>/tmp/runs; wc -l </tmp/runs"
+            } else {
+                "open('/tmp/runs', 'a').write('x\\n'); print(len(open('/tmp/runs').readlines()))"
+            };
+            expected += 1;
+            let outcome = ws.run(json!({"language": language, "code": code})).await;
+            assert_eq!((outcome.ok(), outcome.err()), (&*format!("{expected}\n"), ""), "{what}, {language}");
+        }
+    }
+}
+
+/// Traces all Pythons that wait, and goes on doing so in the background.
+const TRACE: &str = "
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+def waiting():
+    for name in os.listdir('/proc'):
+        try:
+            if name.isdigit() and int(name) != os.getpid() and b'python3' in open(f'/proc/{name}/cmdline', 'rb').read().split(b'\\0')[0]:
+                yield int(name)
+        except OSError:
+            pass
+while not list(waiting()):
+    time.sleep(0.01)
+ready, done = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    found = [pid for pid in waiting() if pid != os.getppid()]
+    # PTRACE_ATTACH
+    os.write(done, b'x' * sum(libc.ptrace(16, pid, None, None) == 0 for pid in found) or b'0')
+    time.sleep(3600)
+print(os.read(ready, 10).decode())
+";
+
+#[tokio::test]
+async fn one_that_the_guest_traces_or_tries_to_harms_no_execution() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+    // gVisor refuses it unless it is told otherwise; where it does not, the next execution must come out right all the same.
+    let traced = ws.python(TRACE).await;
+    assert!(["0\n", "x\n"].contains(&traced.ok()), "{}", traced.out());
+    for round in 0..3 {
+        assert_eq!(ws.python(&format!("print({round})")).await.ok(), format!("{round}\n"));
+    }
+}
+
+#[tokio::test]
+async fn a_program_that_is_handed_over_can_be_killed_and_signalled_at_once() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    for language in ["bash", "python"].repeat(3) {
+        let code = if language == "bash" { "sleep 60" } else { "import time; time.sleep(60)" };
+        ws.send(json!({"language": language, "code": code})).await;
+        ws.send(json!({"action": "kill_process"})).await;
+        // It may be killed before it is told to run.
+        while ws.next().await["status"] != "SANDBOX_EXECUTION_DONE" {}
+    }
+    assert_eq!(ws.bash("pgrep -c sleep || true").await.out().trim(), "0");
+    for language in ["bash", "python"].repeat(3) {
+        // A signal is for the program; what it was just about to start may miss it.
+        let code = if language == "bash" { "while :; do :; done" } else { "import time; time.sleep(60)" };
+        ws.send(json!({"language": language, "code": code})).await;
+        ws.expect_status("SANDBOX_EXECUTION_RUNNING").await;
+        ws.send(json!({"action": "signal", "signal": "SIGTERM"})).await;
+        let outcome = ws.until_done().await;
+        assert_eq!(outcome.signal(), Some("SIGTERM"), "{}", outcome.done);
+    }
+}
+
+/// What a process drew by chance.
+const LUCK: [(&str, &str); 2] = [
+    ("python", "import random, os\nprint(random.random(), hash('text'), random.getrandbits(64), os.urandom(8).hex())"),
+    ("bash", "echo $RANDOM$RANDOM$RANDOM $SRANDOM $HOSTNAME"),
+];
+
+/// What each of these draws is another's of none.
+async fn all_differ(sandboxes: &mut [Ws]) {
+    for (language, code) in LUCK {
+        let mut drawn = Vec::new();
+        for sandbox in &mut *sandboxes {
+            drawn.push(sandbox.run(json!({"language": language, "code": code})).await.ok().to_owned());
+        }
+        for at in 0..drawn[0].split_whitespace().count() {
+            let numbers: BTreeSet<&str> = drawn.iter().map(|line| line.split_whitespace().nth(at).unwrap()).collect();
+            assert_eq!(numbers.len(), drawn.len(), "{language}: {drawn:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn those_that_wait_are_saved_and_restored_and_copies_do_not_share_their_luck() {
+    let volume = Volume::default();
+    let server = with(1, volume.options()).start();
+    let mut ws = Ws::create_with(&server, json!({"enable_checkpoint": true})).await;
+    until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+    let _ = ws.bash(UNTIL_WARM).await.ok();
+    ws.send(json!({"action": "snapshot"})).await;
+    ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
+    let saved = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await;
+    let snapshot = saved["snapshot_id"].as_str().unwrap().to_owned();
+    let made = http::json(server.address(), "POST", &format!("/v1/snapshots/{snapshot}/restore"), &[], &json!({"count": 3})).unwrap();
+    assert_eq!(made.status, 201, "{}", made.body);
+    let made = made.json();
+    let mut copies = vec![ws];
+    for copy in made["items"].as_array().unwrap() {
+        copies.push(Ws::attach(&server, copy["id"].as_str().unwrap()).await);
+    }
+    all_differ(&mut copies).await;
+    // There are others in a copy, after a while.
+    let copy = copies.last_mut().unwrap();
+    for (language, code) in LUCK {
+        until_by_spare(&server, copy, &json!({"language": language, "code": code})).await;
+    }
+    // The one they were made from goes on with its own, saved and restored.
+    let original = copies.swap_remove(0);
+    let id = original.sandbox_id.clone();
+    original.checkpoint().await;
+    let (mut original, _) = Ws::restore(&server, &id).await;
+    for (language, code) in LUCK {
+        let _ = original.run(json!({"language": language, "code": code})).await.ok();
+        until_by_spare(&server, &mut original, &json!({"language": language, "code": code})).await;
+    }
+}
+
+#[tokio::test]
+async fn executions_back_to_back_are_run_once_each_in_order_and_not_slower_than_without() {
+    let rounds = if soak() { 200 } else { 30 };
+    let servers = [server(0), server(1)];
+    let mut took = Vec::new();
+    for server in &servers {
+        let mut ws = Ws::create(server).await;
+        let _ = ws.bash("true").await.ok();
+        let mut times = Vec::new();
+        for round in 1..=rounds {
+            let (language, code) = if round % 3 == 0 {
+                ("python", "open('/tmp/runs', 'a').write('x\\n'); print(len(open('/tmp/runs').readlines()))")
+            } else {
+                ("bash", "echo x >>/tmp/runs; mapfile lines </tmp/runs; echo ${#lines[@]}")
+            };
+            let begun = Instant::now();
+            let outcome = ws.run(json!({"language": language, "code": code})).await;
+            assert_eq!((outcome.ok(), outcome.err()), (&*format!("{round}\n"), ""));
+            times.push(begun.elapsed());
+        }
+        took.push(times.iter().sum::<std::time::Duration>());
+    }
+    println!("{rounds} executions: {took:?} without and with");
+    if soak() {
+        assert!(took[1] <= took[0], "{took:?}");
+    }
+}
+
+#[tokio::test]
+async fn those_that_wait_do_not_count_as_processes_of_the_user() {
+    let server = server(2);
+    let mut ws = Ws::create_with(&server, json!({"limits": {"pids": 8}})).await;
+    for language in ["bash", "python"] {
+        until_by_spare(&server, &mut ws, &json!({"language": language, "code": ""})).await;
+    }
+    let _ = ws.bash(UNTIL_WARM).await.ok();
+    // All eight, and not one more, while four wait.
+    let fork = "import os, time
+made = 0
+try:
+    while made < 100:
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    pass
+print(made + 1)
+os.system('kill 0')";
+    let outcome = ws.python(fork).await;
+    assert_eq!(outcome.out(), "8\n", "{}", outcome.err());
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_full_of_processes_starts_no_more_of_them_whether_some_wait_or_not() {
+    let mut said = Vec::new();
+    for server in [server(0), server(1)] {
+        let mut ws = Ws::create_with(&server, json!({"limits": {"pids": 6}})).await;
+        let _ = ws.bash("true").await.ok();
+        if !said.is_empty() {
+            until_by_spare(&server, &mut ws, &json!({"language": "bash", "code": ""})).await;
+            until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+        }
+        ws.bash("for i in 1 2 3 4 5; do sleep 3600 >/dev/null 2>&1 </dev/null & done; sleep 0.01; sleep 3600 & :").await;
+        let mut answers = Vec::new();
+        for language in ["bash", "python"] {
+            ws.send(json!({"language": language, "code": ""})).await;
+            answers.push(ws.next().await["status"].clone());
+            answers.push(ws.next().await["message"].clone());
+        }
+        said.push(answers);
+    }
+    assert_eq!(said[0], said[1]);
+}
+
+#[tokio::test]
+async fn a_sandbox_from_the_pool_has_them_when_it_is_handed_out() {
+    let server = with(1, Options::default().arg("--pool").arg("1")).start();
+    server.filled(1, 0).await;
+    let waiting = server.waiting();
+    let id = waiting.first().unwrap();
+    let runsc = server.data_dir().join("runsc");
+    let processes = || {
+        let listed = Command::new("runsc").arg("--root").arg(&runsc).args(["ps", id]).output().unwrap();
+        String::from_utf8_lossy(&listed.stdout).into_owned()
+    };
+    eventually("interpreters wait", DEADLINE, || {
+        let processes = processes();
+        processes.contains("python3") && processes.contains("bash")
+    })
+    .await;
+    let mut ws = Ws::create(&server).await;
+    assert_eq!(ws.sandbox_id, *id);
+    assert_eq!(ws.python("print(1)").await.ok(), "1\n");
+    assert_eq!(ws.bash("[ $HOSTNAME = $(hostname) ] && echo $HOSTNAME").await.ok(), format!("sandbox-{}\n", id.split('-').next().unwrap()));
+    assert_eq!(server.metric(BY_SPARE), 2.0);
+}
+
+#[tokio::test]
+async fn what_is_made_from_a_template_draws_anew() {
+    let volume = Volume::default();
+    let server = with(1, volume.filesystems()).start();
+    let mut ws = Ws::create(&server).await;
+    ws.snapshot_filesystem("one").await;
+    let mut made = vec![Ws::create_from(&server, "one").await];
+    eventually("a template is kept", DEADLINE, || server.metric("sandboxer_templates_total") >= 1.0).await;
+    for _ in 0..2 {
+        made.push(Ws::create_from(&server, "one").await);
+    }
+    assert_eq!(server.metric("sandboxer_template_restores_total"), 2.0);
+    all_differ(&mut made).await;
+    let last = made.last_mut().unwrap();
+    until_by_spare(&server, last, &json!({"language": "python", "code": ""})).await;
+    all_differ(&mut made).await;
+}
+
+#[tokio::test]
+async fn a_sandbox_that_goes_back_twice_does_not_draw_the_same_twice() {
+    let volume = Volume::default();
+    let server = with(1, volume.options()).start();
+    let mut ws = Ws::create(&server).await;
+    until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+    let _ = ws.bash(UNTIL_WARM).await.ok();
+    ws.send(json!({"action": "snapshot"})).await;
+    ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
+    let snapshot = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await["snapshot_id"].clone();
+    let mut drawn = BTreeSet::new();
+    for _ in 0..2 {
+        ws.send(json!({"action": "rollback", "snapshot_id": snapshot})).await;
+        ws.expect_status("SANDBOX_RESTORING").await;
+        ws.expect_status("SANDBOX_RUNNING").await;
+        for (language, code) in LUCK {
+            let line = ws.run(json!({"language": language, "code": code})).await.ok().to_owned();
+            let mut words = line.split_whitespace().filter(|word| !word.starts_with("sandbox-"));
+            assert!(words.all(|word| drawn.insert(word.to_owned())), "{line}: {drawn:?}");
+        }
+    }
+}

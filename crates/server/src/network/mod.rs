@@ -1,0 +1,151 @@
+//! The network of sandboxes: what their programs may reach, and the way there.
+//!
+//! A sandbox has no network but its own loopback. Where one was asked for, its agent offers a proxy there and passes each connection to this server as it is:
+//! the protocol of the proxy is spoken here, and here it is decided. A name has to be among those that the sandbox was made with, among those that the server
+//! allows to any, and not among those that it denies; every address that it resolves to has to be public or named by the server's own settings; and what is
+//! then connected to is an address that was checked, never the name again.
+
+mod address;
+mod dial;
+mod link;
+mod log;
+mod meter;
+mod policy;
+mod proxy;
+mod rules;
+mod socks;
+
+use std::{net::SocketAddr, path::Path, sync::Arc};
+
+use sandboxer_protocol::SandboxId;
+use tokio::{sync::Semaphore, task::JoinSet};
+use tracing::{Instrument as _, info_span};
+
+pub use self::{
+    address::AddressRule,
+    dial::{Dialer, RecordingDialer, SystemDialer, check_hosts},
+    rules::Rule,
+};
+pub(crate) use self::{
+    link::Link,
+    log::{Connection, Log},
+    proxy::{Answer, strip},
+    rules::MAX_RULES,
+};
+use self::{meter::Budget, policy::Policy};
+use crate::sandbox::tunnel::TunnelStream;
+
+/// Names that are resolved at once for one sandbox.
+const MAX_RESOLVING: usize = 16;
+
+/// What the server allows to any of its sandboxes.
+#[derive(Debug, Clone)]
+pub struct NetworkSettings {
+    /// What sandboxes may ask for; none: they have no network.
+    pub allow: Vec<Rule>,
+    pub deny: Vec<Rule>,
+    /// Addresses that are reached though they are not public.
+    pub addresses: Vec<AddressRule>,
+    pub dialer: Arc<dyn Dialer>,
+    /// Connections of a sandbox at once.
+    pub connections: usize,
+    /// Bytes of a sandbox in both directions; none: no bound.
+    pub bytes: Option<u64>,
+    /// Bytes a second, likewise.
+    pub rate: Option<u64>,
+    /// Ports of sandboxes are served at names below it too.
+    pub port_domain: Option<String>,
+    /// Where this server itself listens: never reached, whatever is allowed.
+    pub own: Vec<SocketAddr>,
+}
+
+impl Default for NetworkSettings {
+    fn default() -> Self {
+        Self {
+            allow: Vec::new(),
+            deny: Vec::new(),
+            addresses: Vec::new(),
+            dialer: Arc::new(SystemDialer::default()),
+            connections: 256,
+            bytes: None,
+            rate: None,
+            port_domain: None,
+            own: Vec::new(),
+        }
+    }
+}
+
+impl NetworkSettings {
+    /// What a sandbox asks for, if it may have it. The error says which rule it may not.
+    pub(crate) fn admit(&self, asked: &[String]) -> Result<Vec<Rule>, String> {
+        if asked.len() > MAX_RULES {
+            return Err(format!("network.allow: at most {MAX_RULES} rules"));
+        }
+        let mut rules = Vec::with_capacity(asked.len());
+        for text in asked {
+            let rule: Rule = text.parse().map_err(|error| format!("network.allow: {text:?}: {error}"))?;
+            if self.allow.is_empty() {
+                return Err(format!(
+                    "network.allow: {text:?}: this server gives its sandboxes no network (--network-allow names what they may reach)"
+                ));
+            }
+            if !rule.is_within(&self.allow) {
+                return Err(format!("network.allow: {text:?} is more than this server allows (--network-allow)"));
+            }
+            if let Some(denied) = self.deny.iter().find(|denied| rule.is_within(std::slice::from_ref(denied))) {
+                return Err(format!("network.allow: {text:?} is denied by this server (--network-deny {denied})"));
+            }
+            rules.push(rule);
+        }
+        Ok(rules)
+    }
+}
+
+/// Where the streams go that a sandbox's programs open.
+pub(crate) struct Egress {
+    shared: Arc<Shared>,
+    /// One for each stream, ended with the driver.
+    tasks: JoinSet<()>,
+}
+
+struct Shared {
+    policy: Policy,
+    log: Arc<Log>,
+    budget: Arc<Budget>,
+    places: Arc<Semaphore>,
+    /// So that the names of one sandbox don't keep those of all others waiting.
+    resolving: Arc<Semaphore>,
+    settings: Arc<NetworkSettings>,
+}
+
+impl Egress {
+    /// None: the sandbox has no network.
+    pub(crate) fn new(settings: &Arc<NetworkSettings>, rules: &[Rule], log: Arc<Log>) -> Option<Self> {
+        if rules.is_empty() || settings.allow.is_empty() {
+            return None;
+        }
+        let shared = Shared {
+            policy: Policy::new(Arc::clone(settings), rules.to_vec()),
+            log,
+            budget: Arc::new(Budget::new(settings.rate, settings.bytes)),
+            places: Arc::new(Semaphore::new(settings.connections)),
+            resolving: Arc::new(Semaphore::new(MAX_RESOLVING)),
+            settings: Arc::clone(settings),
+        };
+        Some(Self { shared: Arc::new(shared), tasks: JoinSet::new() })
+    }
+
+    /// Serves a program that has connected to the proxy.
+    pub(crate) fn serve(&mut self, id: SandboxId, stream: TunnelStream) {
+        while self.tasks.try_join_next().is_some() {}
+        let shared = Arc::clone(&self.shared);
+        self.tasks.spawn(proxy::serve(stream, shared).instrument(info_span!(parent: None, "network", sandbox = %id)));
+    }
+
+    pub(crate) fn move_to(&self, dir: &Path) {
+        self.shared.log.move_to(dir);
+    }
+}
+
+#[cfg(test)]
+mod tests;
