@@ -1,4 +1,5 @@
-//! The second sandbox from a filesystem snapshot is a restore of one that was just unpacked, and nobody can tell it from a new one.
+//! Sandboxes from a filesystem snapshot are restores of one that was just unpacked, and nobody can tell them from a new one: the first where the snapshot was taken,
+//! the second elsewhere.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -63,10 +64,11 @@ async fn replace(ws: &mut Ws, name: &str) {
 #[tokio::test]
 async fn the_second_sandbox_from_a_snapshot_is_a_restore_that_is_new_in_every_respect() {
     let volume = Volume::default();
-    let mut server = volume.filesystems().start();
-    let mut ws = Ws::create(&server).await;
+    let (maker, mut server) = (volume.filesystems().start(), volume.filesystems().start());
+    let mut ws = Ws::create(&maker).await;
     let _ = ws.bash(MAKE).await.ok();
     ws.snapshot_filesystem("one").await;
+    drop((ws, maker));
     let mut first = Ws::create_from(&server, "one").await;
     let files = first.bash(LIST).await.ok().to_owned();
     until_kept(&server, 1.0).await;
@@ -111,6 +113,36 @@ async fn the_second_sandbox_from_a_snapshot_is_a_restore_that_is_new_in_every_re
 }
 
 #[tokio::test]
+async fn the_first_sandbox_where_the_snapshot_was_taken_is_a_restore_already() {
+    let volume = Volume::default();
+    let server = volume.filesystems().arg("--pool").arg("0").start();
+    let config = json!({"limits": {"pids": 99, "memory_mb": 300}});
+    let mut ws = Ws::create_with(&server, config.clone()).await;
+    let _ = ws.bash(MAKE).await.ok();
+    let files = ws.bash(LIST).await.ok().to_owned();
+    ws.snapshot_filesystem("one").await;
+    until_kept(&server, 1.0).await;
+    assert_eq!((restored(&server), templates(&server).len()), (0.0, 1));
+    // Into a container that waits, and without one; with the limits that it was taken with.
+    server.filled(0, 1).await;
+    let waiting = server.waiting();
+    let from = json!({"filesystem_snapshot_name": "one", "limits": config["limits"]});
+    for count in 1..=2 {
+        let mut copy = Ws::create_with(&server, from.clone()).await;
+        assert_eq!(restored(&server), f64::from(count));
+        assert_eq!(copy.bash(LIST).await.ok(), files);
+        assert!(!waiting.contains(&copy.sandbox_id), "its name is its own");
+        // It can be saved and found again as any other.
+        copy.snapshot_filesystem(&format!("again{count}")).await;
+    }
+    assert!(server.metric("sandboxer_restore_pool_hits_total") >= 1.0);
+    // Taken of a copy it stands on its own.
+    until_kept(&server, 3.0).await;
+    let mut next = Ws::create_with(&server, json!({"filesystem_snapshot_name": "again2", "limits": config["limits"]})).await;
+    assert_eq!((restored(&server), next.bash(LIST).await.ok()), (3.0, files.as_str()));
+}
+
+#[tokio::test]
 async fn a_snapshot_that_was_replaced_is_never_served_stale() {
     let volume = Volume::default();
     let (server, other) = (volume.filesystems().start(), volume.filesystems().start());
@@ -118,14 +150,15 @@ async fn a_snapshot_that_was_replaced_is_never_served_stale() {
     for version in 1..=3 {
         let _ = ws.bash(&format!("echo {version} > /srv/version")).await.ok();
         replace(&mut ws, "moving").await;
-        for server in [&server, &other] {
-            // The first is unpacked, the next is a restore.
+        // Where it was taken all are restores; elsewhere the first is unpacked, and the next is one.
+        until_kept(&server, f64::from(version)).await;
+        for (server, restores) in [(&server, 2), (&other, 1)] {
             for turn in 0..2 {
                 let mut from = Ws::create_from(server, "moving").await;
                 assert_eq!(from.bash("cat /srv/version").await.ok(), format!("{version}\n"), "{turn}");
                 until_kept(server, f64::from(version)).await;
             }
-            assert_eq!(restored(server), f64::from(version));
+            assert_eq!(restored(server), f64::from(version * restores));
         }
     }
 }
@@ -133,11 +166,11 @@ async fn a_snapshot_that_was_replaced_is_never_served_stale() {
 #[tokio::test]
 async fn a_template_that_fails_is_removed_and_the_sandbox_is_unpacked() {
     let (volume, runsc) = (Volume::default(), Runsc::default());
-    let server = runsc.on(volume.filesystems()).start();
+    // Without containers that wait it is runsc's command that restores.
+    let server = runsc.on(volume.filesystems()).arg("--restore-pool").arg("0").start();
     let mut ws = Ws::create(&server).await;
     let _ = ws.bash("echo whole > /srv/f").await.ok();
     ws.snapshot_filesystem("one").await;
-    drop(Ws::create_from(&server, "one").await);
     until_kept(&server, 1.0).await;
     let before = templates(&server);
     runsc.fail("restore", 1);
@@ -166,12 +199,11 @@ async fn a_server_that_dies_while_it_makes_a_template_leaves_none() {
     let mut ws = Ws::create(&server).await;
     let _ = ws.bash("head -c 30000000 /dev/urandom > /srv/large; echo whole > /srv/f").await.ok();
     ws.snapshot_filesystem("one").await;
-    let from = Ws::create_from(&server, "one").await;
     eventually("a template is being made", DEADLINE, || !templates(&server).is_empty()).await;
     assert!(templates(&server).iter().all(|name| name.starts_with("work-")), "{:?}", templates(&server));
     server.kill9();
-    let ids = [ws.sandbox_id.clone(), from.sandbox_id.clone()];
-    drop((ws, from));
+    let ids = [ws.sandbox_id.clone()];
+    drop(ws);
     server.restart();
     assert!(templates(&server).is_empty());
     for id in &ids {

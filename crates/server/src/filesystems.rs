@@ -96,6 +96,13 @@ pub(crate) struct Template {
     pub(crate) image: Option<ImageDigest>,
 }
 
+impl From<Manifest> for Template {
+    fn from(manifest: Manifest) -> Self {
+        let image = manifest.filesystem().and_then(|about| about.image);
+        Self { manifest: Arc::new(manifest), image }
+    }
+}
+
 impl Template {
     /// Of this snapshot and no other: one that takes its place has another.
     pub(crate) fn digest(&self) -> &[u8; 32] {
@@ -211,16 +218,18 @@ impl Filesystems {
     pub(crate) async fn template(&self, owner: Option<&str>, name: &str) -> Result<Template, CreateError> {
         let name = parse(name).map_err(|(code, message)| CreateError::new(code, message))?;
         match self.find(owner, name).await {
-            Ok(Some(manifest)) => {
-                let image = manifest.filesystem().and_then(|about| about.image);
-                Ok(Template { manifest: Arc::new(manifest), image })
-            }
+            Ok(Some(manifest)) => Ok(manifest.into()),
             Ok(None) => {
                 let message = format!("There is no filesystem snapshot {name}.");
                 Err(CreateError::new(ErrorCode::UnknownFilesystemSnapshot, message))
             }
             Err(error) => Err(unusable(&error.whole())),
         }
+    }
+
+    /// The snapshot of that name is still this one.
+    pub(crate) async fn is_current(&self, template: &Template) -> bool {
+        self.volume.manifest(template.manifest.at()).await.is_ok_and(|now| now.digest() == template.digest())
     }
 
     /// The image that a snapshot lies on: of this machine, or else from the volume.

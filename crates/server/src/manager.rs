@@ -71,6 +71,7 @@ use crate::{
         client::ClientPort,
         driver::{Attachment, Command, Driver, END_EXPLAINED, Ending, Outcome, Start, Stop},
         farewell::obituary,
+        files::{Keeps, OnMade},
         host::SandboxHost,
         last_use::LastUse,
         record::{RECORD_VERSION, Record, RecordError, SandboxConfig},
@@ -83,9 +84,9 @@ use crate::{
     tenants::{Place, Tenants},
 };
 
-/// Commands that may wait for a driver.
 /// Connections to ports of sandboxes that are carried as they are, at once.
 const MAX_PORT_SOCKETS: usize = 2000;
+/// Commands that may wait for a driver.
 const COMMANDS: usize = 16;
 /// Saving more often than this would be all that a sandbox does.
 const LEAST_AUTOSAVE: Duration = Duration::from_millis(500);
@@ -591,7 +592,11 @@ impl Manager {
             roller,
             generation: Arc::clone(&handle.generation),
             last_use: handle.last_use.clone(),
-            filesystems: self.filesystems.clone(),
+            filesystems: self.filesystems.clone().map(|filesystems| {
+                let manager = Arc::clone(self);
+                let on_made: OnMade = Box::new(move |made, of| manager.template_ahead(made, of));
+                Keeps { filesystems, on_made }
+            }),
             packs_files,
             single_files,
             tunnel,

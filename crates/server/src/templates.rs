@@ -27,7 +27,7 @@ use sandboxer_protocol::{SandboxId, agent::Marker};
 use sandboxer_runtime::Launch;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::warn;
 
 use crate::checkpoints::{Facts, private_dir};
@@ -38,6 +38,8 @@ const WORK: &str = "work-";
 const VERSION: u32 = 1;
 /// Keys that are remembered as not worth another try.
 const MAX_HOPELESS: usize = 256;
+/// Templates that nobody has asked for, and that wait to be made or are being made.
+const MAX_AHEAD: usize = 4;
 
 /// How templates are kept.
 #[derive(Debug, Clone)]
@@ -58,6 +60,15 @@ pub(crate) struct Templates {
     inner: Arc<Inner>,
     /// One is made at a time.
     pub(crate) turn: Arc<Semaphore>,
+    ahead: Arc<Semaphore>,
+}
+
+/// Why a template is made.
+pub(crate) enum Wanted {
+    /// A sandbox like it was asked for.
+    Now,
+    /// The snapshot was just taken. Holds a place among the few that may wait.
+    ByNobodyYet(#[expect(dead_code, reason = "held until it is made")] OwnedSemaphorePermit),
 }
 
 struct Inner {
@@ -142,8 +153,8 @@ impl Work {
         state.hopeless.push_back(self.key.clone());
     }
 
-    /// Gives it its name, and makes room for it. False: it is larger than all of them may be together. Blocks.
-    pub(crate) fn finish(self, marker: Marker) -> io::Result<bool> {
+    /// Gives it its name, and makes room for it; one that was not used yet goes before all that were. False: it is larger than all of them may be together. Blocks.
+    pub(crate) fn finish(self, marker: Marker, used: bool) -> io::Result<bool> {
         let inner = Arc::clone(&self.inner);
         if disk_bytes(&self.dir) > inner.settings.max_bytes {
             self.give_up();
@@ -151,7 +162,10 @@ impl Work {
         }
         let about = About { boot: inner.boot.clone(), marker, files: looks(&self.dir)? };
         let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(self.dir.join(ABOUT))?;
-        serde_json::to_writer(file, &about)?;
+        serde_json::to_writer(&file, &about)?;
+        if !used {
+            file.set_modified(SystemTime::UNIX_EPOCH)?;
+        }
         fs::rename(&self.dir, inner.place(&self.key))?;
         inner.evict();
         Ok(true)
@@ -179,7 +193,12 @@ impl Templates {
             }
         }
         inner.evict();
-        Ok(Self { inner: Arc::new(inner), turn: Arc::new(Semaphore::new(1)) })
+        Ok(Self { inner: Arc::new(inner), turn: Arc::new(Semaphore::new(1)), ahead: Arc::new(Semaphore::new(MAX_AHEAD)) })
+    }
+
+    /// A place for one that nobody has asked for. None: enough of them wait.
+    pub(crate) fn ahead(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.ahead).try_acquire_owned().ok()
     }
 
     /// All that the sandbox of this launch depends on, if it is made from the snapshot of this digest.

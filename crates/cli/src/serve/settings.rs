@@ -50,7 +50,7 @@ pub(crate) struct Args {
     /// Started sandboxes that wait for their creators, so that creating one takes no time; 0: none. They give way when --max-sandboxes is reached
     #[arg(long, env = "SANDBOXER_POOL", default_value_t = 2, value_name = "N")]
     pool: usize,
-    /// Containers that wait for what is restored into them, where there is a checkpoint path; 0: none
+    /// Containers that wait for what is restored into them, where there is a checkpoint path or a template cache; 0: none
     #[arg(long, env = "SANDBOXER_RESTORE_POOL", default_value_t = 1, value_name = "N")]
     restore_pool: usize,
     /// With less memory than this available on the machine, nothing waits

@@ -1,8 +1,8 @@
-//! Copies of a sandbox that was just unpacked: the second sandbox from a filesystem snapshot is a restore.
+//! Copies of a sandbox that was just unpacked: a sandbox from a filesystem snapshot is a restore.
 //!
 //! ```text
-//!   the first one, unpacked ── in the background: another one, unpacked ── saved ── removed ── a template
-//!   the next ones ── a template? ── restored under their own names
+//!   a snapshot is taken here, or a sandbox from one was unpacked ── in the background: another one, unpacked ── saved ── removed ── a template
+//!   the next ones ── a template? ── restored under their own names, into a container that waits if there is one
 //!                        └── none, or it can't be restored: unpacked
 //! ```
 //!
@@ -15,6 +15,7 @@ use sandboxer_protocol::{
     agent::{FromAgent, FromAgentFrame, Marker, ToAgent},
 };
 use sandboxer_runtime::{AfterSave, Launch};
+use sandboxer_store::Manifest;
 use tokio::{
     task::spawn_blocking,
     time::{Instant, sleep, timeout},
@@ -22,12 +23,14 @@ use tokio::{
 use tracing::{Instrument as _, info, info_span, warn};
 
 use super::{
-    Manager, Opened, Running, converse, hash, new_token, prepare,
+    Manager, Opened, Running, converse, hash, new_token,
+    pool::Container,
+    prepare,
     template::{Template, unpack},
 };
 use crate::{
     sandbox::record::{Record, SandboxConfig},
-    templates::{Key, Work},
+    templates::{Held, Key, Templates, Wanted, Work},
 };
 
 /// How long one that was unpacked may take to come to rest.
@@ -44,38 +47,79 @@ impl Template {
 
 impl Manager {
     /// Restores a copy, if there is something to copy. Whatever goes wrong, the sandbox can still be unpacked.
-    pub(super) async fn start_copy(&self, template: &Template, key: &Key, launch: &mut Launch, record: &mut Record) -> Option<Opened> {
+    pub(super) async fn start_copy(
+        self: &Arc<Self>,
+        template: &Template,
+        key: &Key,
+        launch: &mut Launch,
+        record: &mut Record,
+    ) -> Option<Opened> {
         let templates = template.filesystems.templates.clone()?;
         let (looking, wanted) = (templates.clone(), key.clone());
         let held = spawn_blocking(move || looking.find(&wanted)).await.ok()??;
         let begun = Instant::now();
-        let own = std::mem::replace(&mut record.marker, held.marker);
-        launch.config.marker = held.marker.to_hex();
-        let restoring = async {
-            prepare(launch, record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
-            let instance = self.runtime.restore(launch, &held.dir()).await.map_err(|error| error.to_string())?;
-            converse(instance, &held.marker, self.settings.start_timeout).await
-        };
-        let restored = restoring.await;
+        let (own_record, own_launch) = (record.clone(), launch.clone());
+        record.marker = held.marker;
+        let waited = self.container_from_pool(&record.image);
+        let into_waiting = waited.is_some();
+        let mut restored = self.restore_copy(&held, launch, record, waited).await;
+        if let (Err(why), true) = (&restored, into_waiting) {
+            // The container may be to blame, and not the template.
+            warn!(why, "the template can't be restored into the container that waited; once more without");
+            self.discard(launch).await;
+            restored = self.restore_copy(&held, launch, record, None).await;
+        }
         match restored {
             Ok(opened) => {
-                info!(ms = begun.elapsed().as_millis(), "restored as it is when it is unpacked");
+                info!(ms = begun.elapsed().as_millis(), into_waiting, "restored as it is when it is unpacked");
                 self.metrics.template_restores.inc();
                 Some(opened)
             }
             Err(why) => {
                 warn!(why, "the template can't be restored, and is removed; the sandbox is unpacked");
                 self.discard(launch).await;
-                record.marker = own;
-                launch.config.marker = own.to_hex();
+                (*record, *launch) = (own_record, own_launch);
                 let _ = spawn_blocking(move || templates.discard(held)).await;
                 None
             }
         }
     }
 
+    async fn restore_copy(&self, held: &Held, launch: &mut Launch, record: &mut Record, into: Option<Container>) -> Result<Opened, String> {
+        record.container = into.as_ref().map(|container| container.id);
+        *launch = self.launch(record, launch.resources);
+        prepare(launch, record).map_err(|error| format!("{}: {error}", launch.dir.display()))?;
+        let restored = match into {
+            Some(container) => self.runtime.restore_into(launch, &held.dir()).await.map(|()| container.instance),
+            None => self.runtime.restore(launch, &held.dir()).await,
+        };
+        converse(restored.map_err(|error| error.to_string())?, &held.marker, self.settings.start_timeout).await
+    }
+
+    /// A filesystem snapshot was just taken of a sandbox: the first one from it, with the limits that this one has, is to be a restore already. Nobody has asked for
+    /// it yet, so it is left out where a few wait already, where memory is short, and where the snapshot has been replaced by the time.
+    pub(super) fn template_ahead(self: &Arc<Self>, made: &Manifest, of: &Record) {
+        let Some(filesystems) = self.filesystems.clone() else { return };
+        let Some(place) = filesystems.templates.as_ref().and_then(Templates::ahead) else { return };
+        let Ok(resources) = of.config.limits.again(&self.settings.max_limits, &self.host) else { return };
+        if !self.pool.may_grow() {
+            return;
+        }
+        let template = Template { filesystems, found: made.clone().into() };
+        let (manager, of) = (Arc::clone(self), of.clone());
+        self.drivers.spawn(async move {
+            // Whoever names the snapshot and no image gets this one.
+            let Ok(image) = manager.image_for(Some(&template), None).await else { return };
+            let record = Record { image, ..of };
+            let launch = manager.launch(&record, resources);
+            if let Some(key) = template.key(&launch) {
+                manager.keep_template(&template, &key, &launch, &record, Wanted::ByNobodyYet(place));
+            }
+        });
+    }
+
     /// Makes a template in the background, unless there is one.
-    pub(super) fn keep_template(self: &Arc<Self>, template: &Template, key: &Key, like: &Launch, of: &Record) {
+    pub(super) fn keep_template(self: &Arc<Self>, template: &Template, key: &Key, like: &Launch, of: &Record, wanted: Wanted) {
         let Some(templates) = template.filesystems.templates.clone() else { return };
         let Some(work) = templates.begin(key) else { return };
         let (manager, template) = (Arc::clone(self), template.clone());
@@ -86,6 +130,8 @@ impl Manager {
             owner: None,
             config: SandboxConfig { limits: of.config.limits, ..SandboxConfig::default() },
             epoch: None,
+            generation: 0,
+            container: None,
             // Nobody ever hears of it: the next server removes it.
             standby: true,
             ..of.clone()
@@ -96,7 +142,9 @@ impl Manager {
         let make = async move {
             let making = async {
                 let _turn = templates.turn.acquire().await;
-                manager.make_template(&template, &launch, &record, work).await;
+                if matches!(wanted, Wanted::Now) || template.filesystems.is_current(&template.found).await {
+                    manager.make_template(&template, &launch, &record, work, &wanted).await;
+                }
             };
             tokio::select! {
                 () = making => {}
@@ -109,7 +157,7 @@ impl Manager {
         self.drivers.spawn(make.instrument(span));
     }
 
-    async fn make_template(&self, template: &Template, launch: &Launch, record: &Record, work: Work) {
+    async fn make_template(&self, template: &Template, launch: &Launch, record: &Record, work: Work, wanted: &Wanted) {
         if self.slots.available_permits() == 0 {
             // Whoever wants a sandbox comes first; this one takes the place of nobody.
             return;
@@ -119,8 +167,8 @@ impl Manager {
             warn!(why, "no template could be made; sandboxes from this snapshot are unpacked");
             return work.give_up();
         }
-        let marker = record.marker;
-        match spawn_blocking(move || work.finish(marker)).await {
+        let (marker, used) = (record.marker, matches!(wanted, Wanted::Now));
+        match spawn_blocking(move || work.finish(marker, used)).await {
             Ok(Ok(true)) => {
                 info!(ms = begun.elapsed().as_millis(), "the next sandbox from this snapshot is a restore");
                 self.metrics.templates.inc();

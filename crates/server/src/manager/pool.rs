@@ -208,6 +208,11 @@ impl Pool {
         (self.activity.under_way.load(Ordering::Acquire) == 0).then_some(last + QUIET)
     }
 
+    /// There is memory for what nobody has asked for.
+    pub(super) fn may_grow(&self) -> bool {
+        self.memory() == Memory::Plenty
+    }
+
     fn memory(&self) -> Memory {
         let least = self.settings.min_free_bytes;
         match available_memory(&self.settings.meminfo) {
@@ -222,9 +227,14 @@ impl Manager {
     /// Keeps the pool full until the server stops.
     pub(crate) fn keep_pool(self: &Arc<Self>) {
         let PoolSettings { sandboxes, containers, .. } = self.pool.settings;
-        if sandboxes > 0 || (containers > 0 && self.checkpoints.is_some()) {
+        if sandboxes > 0 || (containers > 0 && self.restores()) {
             self.drivers.spawn(Arc::clone(self).fill_and_drain());
         }
+    }
+
+    /// Something may come to be restored here: what was saved on a volume, or a template.
+    fn restores(&self) -> bool {
+        self.checkpoints.is_some() || self.filesystems.as_ref().is_some_and(|filesystems| filesystems.templates.is_some())
     }
 
     /// A sandbox of this class that waits, or is just being made to.
@@ -360,7 +370,7 @@ impl Manager {
         }
         let sandbox = shelves.sandboxes.wanted(stock, now).map(Job::Sandbox);
         let container = || {
-            let image = self.checkpoints.as_ref().and(stock).map(|stock| &stock.image);
+            let image = stock.filter(|_| self.restores()).map(|stock| &stock.image);
             shelves.containers.wanted(image, now).map(Job::Container)
         };
         sandbox.or_else(container)

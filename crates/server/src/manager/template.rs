@@ -26,6 +26,7 @@ use super::{CreateError, Manager, Opened, Running};
 use crate::{
     filesystems::{self, Filesystems},
     sandbox::record::Record,
+    templates::Wanted,
 };
 
 /// How long the agent may take to read a piece, and to finish at last.
@@ -88,7 +89,7 @@ impl Manager {
         record.write(&launch.dir).map_err(|error| not_started(error.to_string()))?;
         info!(ms = begun.elapsed().as_millis(), "its files are there");
         if let Some(key) = &key {
-            self.keep_template(template, key, launch, record);
+            self.keep_template(template, key, launch, record, Wanted::Now);
         }
         Ok(opened)
     }

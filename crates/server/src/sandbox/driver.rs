@@ -266,7 +266,7 @@ pub(crate) struct Driver {
     pub(super) late: Vec<Knocking>,
     pub(super) asks: Asks,
     /// How files are kept, if the server does.
-    pub(super) filesystems: files::Kept,
+    pub(super) filesystems: Option<files::Keeps>,
     /// The agent can send them.
     pub(super) packs_files: bool,
     /// A filesystem snapshot under way.
@@ -305,7 +305,7 @@ pub(crate) struct Start {
     pub(crate) roller: Option<Roller>,
     pub(crate) generation: Arc<AtomicU64>,
     pub(crate) last_use: LastUse,
-    pub(crate) filesystems: files::Kept,
+    pub(crate) filesystems: Option<files::Keeps>,
     pub(crate) packs_files: bool,
     pub(crate) single_files: SingleFiles,
     /// The agent carries streams of the network.

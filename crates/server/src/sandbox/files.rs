@@ -16,6 +16,7 @@ use tracing::{info, warn};
 use super::{
     asks::{Refused, Told, What},
     driver::Driver,
+    record::Record,
 };
 use crate::filesystems::{self, Filesystems, Form, Order, Piece, Pieces, Refusal, spool};
 
@@ -87,7 +88,8 @@ impl Driver {
     }
 
     pub(super) fn begin_packing(&mut self, name: &str, replace: bool) -> Result<(), Refusal> {
-        let Some(filesystems) = self.filesystems.clone() else { return Err(filesystems::not_configured()) };
+        let Some(Keeps { filesystems, .. }) = &self.filesystems else { return Err(filesystems::not_configured()) };
+        let filesystems = Arc::clone(filesystems);
         let name = filesystems::parse(name)?;
         if self.packing.is_some() {
             let message = "A filesystem snapshot is being made. Wait for SANDBOX_FILESYSTEM_SNAPSHOT_CREATED.";
@@ -158,6 +160,9 @@ impl Driver {
             Ok(manifest) => {
                 info!(at = %manifest.at(), bytes = manifest.stored_bytes(), "filesystem snapshot made");
                 self.metrics.filesystem_snapshots.inc();
+                if let Some(Keeps { on_made, .. }) = &self.filesystems {
+                    on_made(&manifest, &self.record);
+                }
                 match asked {
                     Some(reply) => drop(reply.send(Ok(Told::Filesystem(Box::new(manifest))))),
                     None => self.tell(Status::FilesystemSnapshotCreated),
@@ -208,4 +213,10 @@ impl Driver {
 }
 
 /// How a driver makes them, if the server does.
-pub(crate) type Kept = Option<Arc<Filesystems>>;
+pub(crate) struct Keeps {
+    pub(crate) filesystems: Arc<Filesystems>,
+    /// Called with each that was made of a sandbox.
+    pub(crate) on_made: OnMade,
+}
+
+pub(crate) type OnMade = Box<dyn Fn(&Manifest, &Record) + Send + Sync>;

@@ -21,10 +21,14 @@ fn key(templates: &Templates, snapshot: u8) -> Key {
 }
 
 fn make(templates: &Templates, key: &Key, bytes: usize) -> bool {
+    make_for(templates, key, bytes, true)
+}
+
+fn make_for(templates: &Templates, key: &Key, bytes: usize, used: bool) -> bool {
     let work = templates.begin(key).unwrap();
     fs::write(work.dir().join("checkpoint.img"), b"state").unwrap();
     fs::write(work.dir().join("pages.img"), vec![1; bytes]).unwrap();
-    work.finish(Marker::new([9; 32])).unwrap()
+    work.finish(Marker::new([9; 32]), used).unwrap()
 }
 
 #[test]
@@ -53,6 +57,25 @@ fn a_template_is_found_by_all_that_it_depends_on_and_by_nothing_else() {
     others.push(key(&newer, 1));
     assert!(others.iter().all(|other| *other != one));
     assert_eq!(change(|launch| launch.config.marker = "bb".to_owned()), one);
+}
+
+#[test]
+fn what_nobody_has_asked_for_takes_the_place_of_nothing_that_was_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let templates = open(dir.path(), 100_000);
+    let (old, ahead) = (key(&templates, 1), key(&templates, 2));
+    assert!(make(&templates, &old, 70_000));
+    assert!(make_for(&templates, &ahead, 70_000, false));
+    assert!(templates.find(&old).is_some() && templates.find(&ahead).is_none());
+    // Once it is used it is as good as any other. Times of files are not finer than a tick.
+    thread::sleep(Duration::from_millis(20));
+    assert!(make_for(&templates, &ahead, 10_000, false));
+    drop(templates.find(&ahead).unwrap());
+    assert!(make(&templates, &key(&templates, 3), 40_000));
+    assert!(templates.find(&old).is_none() && templates.find(&ahead).is_some());
+    // Only a few of them wait.
+    let waiting: Vec<_> = std::iter::from_fn(|| templates.ahead()).collect();
+    assert_eq!(waiting.len(), MAX_AHEAD);
 }
 
 #[test]
