@@ -26,11 +26,11 @@ fn hits(server: &Server) -> f64 {
 
 /// Everything about itself that a program finds the same in every new sandbox. Processes are listed before those that sort the list are there: one that is just
 /// being started still has the name of its parent.
-const SAME: &str = "
+const SAME: &str = r#"
 env | sort; pwd; id; umask; ulimit -a; nproc; uname -a | sed s/$HOSTNAME/NAME/; df -P / | tail -1 | tr -s ' '
 cat /run/sandboxer/generation; cat /sys/fs/cgroup/pids.max /sys/fs/cgroup/memory.max 2>&1
 ls -A /root /tmp /run /var/tmp; cat /proc/self/mounts | wc -l; processes=$(ps -e -o comm=); echo "$processes" | sort | uniq -c; grep -c . /proc/net/dev
-";
+"#;
 /// What is another one in each.
 const OWN: &str = "
 import os, random, socket, uuid
@@ -245,9 +245,16 @@ async fn one_that_died_or_hangs_is_never_given_to_anybody_and_is_replaced() {
 
 #[tokio::test]
 async fn a_restore_goes_into_a_container_that_waited_and_has_the_limits_of_its_own() {
+    // Less than the container has, and more.
+    for memory_mb in [300, 900] {
+        restored_with(memory_mb).await;
+    }
+}
+
+async fn restored_with(memory_mb: u64) {
     let volume = Volume::default();
     let mut server = volume.options().start();
-    let mut ws = Ws::create_with(&server, json!({"enable_checkpoint": true, "limits": {"memory_mb": 300}})).await;
+    let mut ws = Ws::create_with(&server, json!({"enable_checkpoint": true, "limits": {"memory_mb": memory_mb}})).await;
     let id = ws.sandbox_id.clone();
     let _ = ws.bash("echo kept > f").await.ok();
     ws.checkpoint().await;
@@ -258,7 +265,7 @@ async fn a_restore_goes_into_a_container_that_waited_and_has_the_limits_of_its_o
     let container = server.container_of(&id).unwrap();
     assert!(waiting.contains(&container));
     assert_eq!(ws.bash("cat f; hostname").await.ok(), format!("kept\nsandbox-{}\n", &id[..8]));
-    let bound = (300_u64 + 256) << 20;
+    let bound = (memory_mb + 256) << 20;
     for cgroup in host::cgroups_of(&container) {
         for file in ["memory.max", "memory.limit_in_bytes"] {
             if let Ok(text) = fs::read_to_string(cgroup.join(file)) {

@@ -261,8 +261,10 @@ fn limit_memory(dir: &Path, version: Version, bytes: Option<u64>) -> io::Result<
         Version::V1 => ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", bytes.as_str()),
         Version::V2 => ("memory.max", "memory.swap.max", "0"),
     };
+    // Memory and swap together may never be less than memory alone: raised from the limit of a container that waited they go first, lowered they go last. Where
+    // swap is not counted there is none, or it can't be limited.
+    write(&dir.join(swap), swap_value).ok();
     write(&dir.join(file), &bytes)?;
-    // Where swap is not counted there is none, or it can't be limited.
     write(&dir.join(swap), swap_value).ok();
     if version == Version::V2 {
         // A sandbox without one of its processes is no use to anybody.
