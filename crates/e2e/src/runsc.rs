@@ -36,7 +36,7 @@ impl Runsc {
         self
     }
 
-    /// So many of the next calls of a command fail: `restore`, or `pause`, with which a save begins.
+    /// So many of the next calls of a command fail: `restore`, `pause`, with which a save begins, or `resume`.
     pub fn fail(&self, command: &str, times: usize) {
         for n in 0..times {
             fs::write(self.dir.path().join(format!("{command}.fail-{n}")), "").unwrap();

@@ -3,17 +3,18 @@
 #   version             what it says of itself
 #   restore.fail-N      a call in which it is given a path that can't be; the file is used up
 #   pause.fail-N        a call that fails; likewise
+#   resume.fail-N       the same
 here=$(dirname "$0")
 command=
 for argument in "$@"; do
     case $argument in
     --version) if [ -e "$here/version" ]; then exec cat "$here/version"; fi ;;
-    restore | pause) command=$argument ;;
+    restore | pause | resume) command=$argument ;;
     esac
 done
 for plan in "$here/$command".fail-*; do
     if [ -n "$command" ] && rm "$plan" 2>/dev/null; then
-        if [ "$command" = pause ]; then
+        if [ "$command" != restore ]; then
             echo "not this time" >&2
             exit 1
         fi

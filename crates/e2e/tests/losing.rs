@@ -9,7 +9,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use sandboxer_e2e::{DEADLINE, Server, Volume, Ws, count, eventually, soak};
+use sandboxer_e2e::{DEADLINE, Runsc, Server, Volume, Ws, count, eventually, soak};
 use serde_json::json;
 
 /// Shorter than usual, so that it runs out while the test waits.
@@ -60,7 +60,13 @@ async fn a_volume_that_is_gone_freezes_a_sandbox_and_one_that_comes_back_lets_it
     let id = ws.sandbox_id.clone();
     let code = "
 import time
-for n in range(10**9): print(n, flush=True); time.sleep(0.02)
+last = time.monotonic()
+for n in range(10**9):
+    now = time.monotonic()
+    if now - last > 1: print('stood still', flush=True)
+    last = now
+    print(n, flush=True)
+    time.sleep(0.02)
 ";
     ws.start(json!({"language": "python", "code": code})).await;
     ws.until_output("stdout", "\n10\n").await;
@@ -75,8 +81,8 @@ for n in range(10**9): print(n, flush=True); time.sleep(0.02)
     assert!(runs(&a, &id), "unknown is frozen, not ended");
 
     volume.show();
-    // The client itself checks that its output goes on where it stopped.
-    ws.until_output("stdout", "\n").await;
+    // The client itself checks that its output goes on where it stopped. Had only its output stood still, the program would not know.
+    ws.until_output("stdout", "stood still\n").await;
     assert_eq!(a.view_of(&id).unwrap(), json!({"id_sha256": sandboxer_e2e::sha256(id.as_bytes()), "epoch": 1, "serving": true}));
     let after = volume.record(&id);
     assert_eq!((&after["owner"], &after["epoch"]), (&before["owner"], &json!(1)), "{after}");
@@ -165,6 +171,75 @@ async fn a_server_that_died_with_a_frozen_sandbox_finds_it_again() {
     let mut ws = Ws::attach(&a, &id).await;
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
     assert_eq!(volume.record(&id)["epoch"], 1);
+}
+
+/// Frozen, until its lease is certain again.
+async fn frozen(server: &Server, times: usize) {
+    eventually("it is frozen", DEADLINE, || server.log().matches("the lease could run out: the sandbox is frozen").count() >= times).await;
+}
+
+#[tokio::test]
+async fn a_sandbox_that_can_not_be_thawed_at_first_is_thawed_in_the_end() {
+    let (volume, runsc) = (Volume::default(), Runsc::default());
+    let mut a = runsc.on(volume.options().arg("--lease").arg(LEASE.as_secs_f64().to_string())).start();
+    let id = volume.saved_sandbox(&a, "kept").await;
+    volume.hide();
+    frozen(&a, 1).await;
+    runsc.fail("resume", 2);
+    volume.show();
+    eventually("it was tried", DEADLINE, || runsc.failures_left() == 0).await;
+    let mut ws = Ws::attach(&a, &id).await;
+    assert_eq!(ws.bash("cat f; echo unsaved > f").await.ok(), "kept\n");
+
+    // The same by a server that finds it frozen: it is told to be there, is not restored beside itself, and comes back as it was.
+    volume.hide();
+    frozen(&a, 2).await;
+    let frozen_one = a.container_of(&id).unwrap_or_else(|| id.clone());
+    a.kill9();
+    runsc.fail("resume", 3);
+    volume.show();
+    a.restart();
+    let begun = Instant::now();
+    let mut ws = loop {
+        assert!(begun.elapsed() < DEADLINE, "{}", a.log());
+        let mut ws = Ws::open(&a, &format!("/attach/{id}")).await;
+        let mut first = ws.next().await;
+        if first["status"] == "SANDBOX_RUNNING" {
+            break ws;
+        }
+        assert_eq!(first["status"], "SANDBOX_RESTORING", "{first}");
+        first = ws.expect_status("SANDBOX_HANDOFF_IN_PROGRESS").await;
+        assert!(first["message"].as_str().unwrap().contains("Attach again"), "{first}");
+        ws.expect_close(1011).await;
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    };
+    assert_eq!(runsc.failures_left(), 0);
+    assert_eq!(ws.bash("cat f").await.ok(), "unsaved\n");
+    assert_eq!(a.container_of(&id).unwrap_or_else(|| id.clone()), frozen_one);
+    assert_eq!(volume.record(&id)["epoch"], 1);
+}
+
+#[tokio::test]
+async fn a_sandbox_that_was_killed_while_the_volume_was_away_stays_killed_whatever_becomes_of_its_server() {
+    let volume = Volume::default();
+    let mut a = volume.serve();
+    let id = volume.saved_sandbox(&a, "saved").await;
+    let mut ws = Ws::attach(&a, &id).await;
+    volume.hide();
+    ws.send(json!({"action": "kill_sandbox"})).await;
+    ws.expect_status("SANDBOX_KILLING").await;
+    ws.expect_status("SANDBOX_KILLED").await;
+    a.kill9();
+    volume.show();
+    assert!(volume.record_now(&id)["tombstone"].is_null(), "the volume does not know it yet");
+    a.restart();
+    let mut gone = Ws::open(&a, &format!("/attach/{id}")).await;
+    gone.expect_status("SANDBOX_RESTORING").await;
+    let status = gone.expect_status("SANDBOX_NOT_FOUND").await;
+    assert!(status["message"].as_str().unwrap().contains("killed"), "{status}");
+    eventually("the volume knows it", DEADLINE, || volume.record_now(&id)["tombstone"].is_object()).await;
+    eventually("and so does who reads it", DEADLINE, || volume.metadata(&id)["status"] == "killed").await;
+    assert!(!runs(&a, &id));
 }
 
 #[tokio::test]

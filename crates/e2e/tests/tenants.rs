@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use sandboxer_e2e::{Options, Server, Ws, shared};
+use sandboxer_e2e::{Options, Server, Volume, Ws, shared};
 use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -61,6 +61,44 @@ async fn a_key_has_so_many_sandboxes_at_once_and_others_are_not_affected() {
     alice.expect_status("SANDBOX_KILLING").await;
     alice.expect_status("SANDBOX_KILLED").await;
     creates(&server, ALICE).await.expect_alive().await;
+}
+
+#[tokio::test]
+async fn sandboxes_that_come_back_from_the_volume_count_too() {
+    let volume = Volume::default();
+    let keys = format!("alice:{},bob:{}", ALICE.1, BOB.1);
+    let options = || volume.options().env("SANDBOXER_API_KEYS", keys.clone());
+    let (maker, server) = (options().start(), options().arg("--key-max-sandboxes").arg("1").start());
+    let mut saved = Vec::new();
+    for _ in 0..2 {
+        let mut ws = Ws::connect(maker.address(), "/create", &[ALICE]).await.unwrap();
+        ws.send(json!({"enable_checkpoint": true})).await;
+        ws.expect_created().await;
+        ws.send(json!({"action": "checkpoint"})).await;
+        ws.expect_status("SANDBOX_CHECKPOINTING").await;
+        ws.expect_status("SANDBOX_CHECKPOINTED").await;
+        saved.push((format!("/attach/{}", ws.sandbox_id), ws.sandbox_token.clone()));
+    }
+    let attach = async |(path, token): &(String, String)| {
+        let mut ws = Ws::connect(server.address(), path, &[ALICE, ("X-Sandbox-Token", token)]).await.unwrap();
+        ws.expect_status("SANDBOX_RESTORING").await;
+        ws
+    };
+    let mut first = attach(&saved[0]).await;
+    first.expect_status("SANDBOX_RUNNING").await;
+    let mut second = attach(&saved[1]).await;
+    let status = second.expect_status("SANDBOX_RESTORE_ERROR").await;
+    assert!(status["message"].as_str().unwrap().contains("that is all it may have at once"), "{status}");
+    second.expect_error("restore_failed").await;
+    second.expect_close(4000).await;
+    // It is as it was, and comes when there is room.
+    first.send(json!({"action": "kill_sandbox"})).await;
+    first.expect_status("SANDBOX_KILLING").await;
+    first.expect_status("SANDBOX_KILLED").await;
+    first.expect_close(1000).await;
+    let mut second = attach(&saved[1]).await;
+    second.expect_status("SANDBOX_RUNNING").await;
+    second.expect_alive().await;
 }
 
 #[tokio::test]

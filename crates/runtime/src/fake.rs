@@ -35,6 +35,13 @@ pub enum Fault {
     Start,
     Checkpoint,
     Remove,
+    TakeUp,
+}
+
+/// How often it fails.
+enum Failing {
+    Once(String),
+    UntilMended(String),
 }
 
 /// Sandboxes in this process. Clones share them.
@@ -46,7 +53,7 @@ struct Shared {
     sandboxes: Mutex<HashMap<SandboxId, Sandbox>>,
     /// Those whose agent is yet to come.
     waiting: Mutex<HashMap<SandboxId, oneshot::Sender<Agent>>>,
-    faults: Mutex<HashMap<Fault, String>>,
+    faults: Mutex<HashMap<Fault, Failing>>,
     refuses_executions: bool,
 }
 
@@ -80,7 +87,16 @@ impl FakeRuntime {
 
     /// Makes the next such operation fail with this text.
     pub fn fail_next(&self, fault: Fault, why: &str) {
-        self.0.faults.lock().unwrap_or_else(PoisonError::into_inner).insert(fault, why.to_owned());
+        self.faults().insert(fault, Failing::Once(why.to_owned()));
+    }
+
+    /// Makes all such operations fail with this text.
+    pub fn fail_until_mended(&self, fault: Fault, why: &str) {
+        self.faults().insert(fault, Failing::UntilMended(why.to_owned()));
+    }
+
+    pub fn mend(&self, fault: Fault) {
+        self.faults().remove(&fault);
     }
 
     /// Ends a sandbox as something outside would. Nothing happens if it is not there.
@@ -101,8 +117,19 @@ impl FakeRuntime {
         self.0.sandboxes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn faults(&self) -> MutexGuard<'_, HashMap<Fault, Failing>> {
+        self.0.faults.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn fault(&self, fault: Fault) -> Option<String> {
-        self.0.faults.lock().unwrap_or_else(PoisonError::into_inner).remove(&fault)
+        let mut faults = self.faults();
+        match faults.remove(&fault)? {
+            Failing::Once(why) => Some(why),
+            Failing::UntilMended(why) => {
+                faults.insert(fault, Failing::UntilMended(why.clone()));
+                Some(why)
+            }
+        }
     }
 
     fn find(&self, id: SandboxId) -> Result<Sandbox, RuntimeError> {
@@ -184,6 +211,9 @@ impl Runtime for FakeRuntime {
 
     fn take_up<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
         Box::pin(async move {
+            if let Some(why) = self.fault(Fault::TakeUp) {
+                return Err(RuntimeError::Unavailable(why));
+            }
             if self.waiting().contains_key(&id) {
                 return Err(RuntimeError::NotFound);
             }

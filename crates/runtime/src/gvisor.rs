@@ -211,7 +211,7 @@ impl GvisorRuntime {
             Some(known) => known.ended,
             None => {
                 let (process, cgroup) = self.find(id, dir).await?;
-                save::finish_interrupted(&self.runsc, id, dir).await;
+                save::finish_interrupted(&self.runsc, id, dir).await?;
                 self.watch(id, |watch| watch.follow(dir.to_owned(), cgroup, Arc::new(process)))
             }
         };
@@ -347,19 +347,11 @@ impl Runtime for GvisorRuntime {
     }
 
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
-        Box::pin(async move {
-            // Should this process die, the next one has to know that no agent will answer.
-            save::note_interrupted(dir)?;
-            self.runsc.pause(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("freeze the sandbox", &error))
-        })
+        Box::pin(save::freeze(&self.runsc, id, dir))
     }
 
     fn resume<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
-        Box::pin(async move {
-            self.runsc.resume(&id.to_string(), CALL_LIMIT).await.map_err(|error| refused("thaw the sandbox", &error))?;
-            save::forget_interrupted(dir);
-            Ok(())
-        })
+        Box::pin(save::thaw(&self.runsc, id, dir))
     }
 
     fn remove<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {

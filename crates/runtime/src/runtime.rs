@@ -108,6 +108,7 @@ pub trait Runtime: Send + Sync + 'static {
     /// Freezes the sandbox.
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
 
+    /// Thaws it. A success also if it was not frozen; after an error other than [`RuntimeError::NotFound`] it may still be: try again.
     fn resume<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
 
     /// Ends the sandbox if it runs and leaves nothing behind: no process, mount, cgroup, state directory, FIFO. The caller removes

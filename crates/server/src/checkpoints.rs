@@ -3,6 +3,7 @@
 //! Everything that comes from the volume is hostile input. It is parsed by [`sandboxer_store`], and what is run is always made from the
 //! server's own template.
 
+mod burials;
 mod catalogue;
 mod collecting;
 mod facts;
@@ -34,6 +35,8 @@ use tokio::{sync::Semaphore, time::Instant};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
+pub(crate) use self::burials::Burial;
+use self::burials::Burials;
 pub(crate) use self::catalogue::{About, Origin, SavedCheckpoint, SavedSnapshot};
 use self::catalogue::{Known, Saving};
 pub(crate) use self::collecting::tell as tell_collected;
@@ -94,6 +97,7 @@ pub(crate) struct Checkpoints {
     tasks: TaskTracker,
     known: Known,
     collection: Collection,
+    burials: Burials,
     /// Who saves by itself takes it.
     pub(crate) autosaves: Arc<Semaphore>,
 }
@@ -157,6 +161,7 @@ impl Checkpoints {
             tasks,
             known: Known::default(),
             collection,
+            burials: Burials::open(data_dir.join("burials"))?,
             autosaves: Arc::new(Semaphore::new(1)),
         })
     }

@@ -12,7 +12,7 @@ mod template;
 mod view;
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     fs, io,
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
@@ -94,8 +94,11 @@ const LEAST_AUTOSAVE: Duration = Duration::from_millis(500);
 const TAKE_UP: Duration = Duration::from_secs(60);
 /// How long the server waits for that before it serves.
 const TAKE_UP_FIRST: Duration = Duration::from_secs(10);
+/// Between one attempt to take up a sandbox and the next: at first, and at most.
+const TAKE_UP_AGAIN: Duration = Duration::from_secs(1);
+const TAKE_UP_AGAIN_AT_MOST: Duration = Duration::from_secs(30);
 
-/// How long a sandbox that is taken up waits to hear that it is still this instance's.
+/// How long a sandbox that is taken up waits to hear that it is still this instance's, and others for what the volume is told in passing.
 const CERTAIN_WITHIN: Duration = Duration::from_secs(5);
 
 /// Why a sandbox was not made. The message says what to do.
@@ -244,8 +247,17 @@ pub(crate) struct Manager {
     stop: watch::Sender<Option<Stop>>,
     /// Who may be saved now that the server stops.
     turns: Arc<Semaphore>,
-    /// Sandboxes of an earlier process that are being taken up.
-    taking_up: watch::Sender<HashSet<SandboxId>>,
+    /// Sandboxes of an earlier process that are not taken up yet. They run: nothing else may be made of them.
+    taking_up: watch::Sender<HashMap<SandboxId, TakingUp>>,
+}
+
+/// How far the taking up of a sandbox is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum TakingUp {
+    /// Whoever wants it waits.
+    First,
+    /// It could not be taken up, which is tried again: whoever wants it is told so.
+    Again { token_sha256: String },
 }
 
 impl Manager {
@@ -315,9 +327,18 @@ impl Manager {
 
     /// A sandbox by its id. Waits for one that is being taken up.
     pub(crate) async fn find(&self, id: SandboxId) -> Option<Handle> {
-        // The sender is a part of this.
-        let _ = self.taking_up.subscribe().wait_for(|ids| !ids.contains(&id)).await;
-        self.lock().get(&id).cloned()
+        self.find_certainly(id).await.ok().flatten()
+    }
+
+    /// Likewise, for those who would make it anew if it is not here: one that could not be taken up yet is an error.
+    async fn find_certainly(&self, id: SandboxId) -> Result<Option<Handle>, ArriveError> {
+        let mut taking_up = self.taking_up.subscribe();
+        // The sender is a part of this. Looked at first: one that is taken up is in the map before it is out of this.
+        let left = taking_up.wait_for(|ids| ids.get(&id) != Some(&TakingUp::First)).await.is_ok_and(|ids| ids.contains_key(&id));
+        match self.lock().get(&id).cloned() {
+            None if left => Err(ArriveError::NotYet),
+            handle => Ok(handle),
+        }
     }
 
     /// Why a sandbox ended, for those who may know: with keys, who has its token.
@@ -406,8 +427,8 @@ impl Manager {
                     warn!(why = error.message, "could not be started");
                     self.discard(&launch).await;
                     if let Some((_, held)) = held {
-                        // Nobody has heard of it.
-                        let _ = held.lease.bury(error.message.clone()).await;
+                        // Nobody has heard of it, and its creator is not to wait for a volume that is away.
+                        let _ = tokio::time::timeout(CERTAIN_WITHIN, held.lease.bury(error.message.clone())).await;
                     }
                     Err(error)
                 }
@@ -637,6 +658,9 @@ impl Manager {
     /// Takes up every sandbox that an earlier server process left in the data directory. What can't be taken up is removed, and the
     /// reason is remembered.
     pub(crate) async fn take_up_all(self: &Arc<Self>) {
+        if let Some(checkpoints) = &self.checkpoints {
+            checkpoints.bury_what_is_due();
+        }
         let found = match fs::read_dir(self.settings.data_dir.join("sandboxes")) {
             Ok(entries) => entries.flatten().filter_map(|entry| Left::read(&entry)).collect(),
             Err(error) => {
@@ -648,29 +672,29 @@ impl Manager {
         step_back(&mut found);
         // One that stands by for another has no name of its own.
         let named = |left: &&Left| !left.record.as_ref().is_ok_and(|record| record.standby);
-        self.taking_up.send_modify(|ids| ids.extend(found.iter().filter(named).map(|left| left.id)));
-        let tasks: Vec<_> = found
-            .into_iter()
-            .map(|left| {
-                let (id, stands_by) = (left.id, !named(&&left));
-                let manager = Arc::clone(self);
-                let take_up = async move {
-                    Arc::clone(&manager).take_up(left).await;
-                    if stands_by {
-                        return;
-                    }
+        self.taking_up.send_modify(|ids| ids.extend(found.iter().filter(named).map(|left| (left.id, TakingUp::First))));
+        let mut stand_by = Vec::new();
+        for left in found {
+            let (id, stands_by) = (left.id, !named(&&left));
+            let manager = Arc::clone(self);
+            let take_up = async move {
+                let settled = Arc::clone(&manager).take_up(left).await;
+                if settled && !stands_by {
                     manager.taking_up.send_modify(|ids| {
                         ids.remove(&id);
                     });
-                };
-                self.drivers.spawn(take_up.instrument(info_span!(parent: None, "sandbox", %id)))
-            })
-            .collect();
+                }
+            };
+            let task = self.drivers.spawn(take_up.instrument(info_span!(parent: None, "sandbox", %id)));
+            stand_by.extend(stands_by.then_some(task));
+        }
         let all = async {
-            for task in tasks {
+            for task in stand_by {
                 // A task that panicked has said so; its sandbox stays for the next start.
                 let _ = task.await;
             }
+            let tried = |ids: &HashMap<_, TakingUp>| ids.values().all(|taking_up| *taking_up != TakingUp::First);
+            let _ = self.taking_up.subscribe().wait_for(tried).await;
         };
         // Who attaches to one that takes longer waits for it.
         if tokio::time::timeout(TAKE_UP_FIRST, all).await.is_err() {
@@ -678,7 +702,8 @@ impl Manager {
         }
     }
 
-    async fn take_up(self: Arc<Self>, left: Left) {
+    /// False: it is left for the next start.
+    async fn take_up(self: Arc<Self>, left: Left) -> bool {
         let (id, container) = (left.id, left.container);
         let dir = self.dir(container);
         if let Some(record) = left.record.as_ref().ok().filter(|record| record.standby) {
@@ -687,22 +712,28 @@ impl Manager {
             if record.is_unheard_of() {
                 self.bury_copy(record).await;
             }
-            return;
+            return true;
+        }
+        if let Some(why) = self.checkpoints.as_ref().and_then(|checkpoints| checkpoints.unburied(id)) {
+            info!(why, "was ended for good, and is removed");
+            self.remove(container, &dir).await;
+            return true;
         }
         let (why, token_sha256) = match self.try_take_up(left, &dir).await {
             Ok(()) => {
                 self.metrics.taken_up.inc();
                 info!("taken up");
-                return;
+                return true;
             }
             Err(NotTakenUp::Unknown(why)) => {
                 // What can't be judged is not destroyed.
                 warn!(why, "can't be taken up now, and is left for the next start");
-                return;
+                return false;
             }
             Err(NotTakenUp::Moved(why)) => {
                 warn!(why, "is no longer this instance's, and is ended here without anything being written");
-                return self.remove(container, &dir).await;
+                self.remove(container, &dir).await;
+                return true;
             }
             Err(NotTakenUp::Lost { why, token_sha256 }) => (why, token_sha256),
         };
@@ -710,43 +741,51 @@ impl Manager {
         let message = format!("The sandbox was lost when its server was restarted: {why}.");
         self.obituaries.add(id, Obituary { message, token_sha256 });
         self.remove(container, &dir).await;
+        true
+    }
+
+    /// Whoever wants it is told that it is not taken up yet.
+    fn take_up_again(&self, id: SandboxId, token_sha256: &str) {
+        let again = TakingUp::Again { token_sha256: token_sha256.to_owned() };
+        self.taking_up.send_modify(|ids| drop(ids.insert(id, again)));
     }
 
     async fn try_take_up(self: &Arc<Self>, left: Left, dir: &Path) -> Result<(), NotTakenUp> {
-        let lost = |why: String, token_sha256: &str| NotTakenUp::Lost { why, token_sha256: token_sha256.to_owned() };
-        let Left { container, record, .. } = left;
+        let Left { id, container, record } = left;
         let record = match record {
             Ok(record) => record,
-            Err(error @ RecordError::Version(_)) => return Err(NotTakenUp::Unknown(error.to_string())),
-            Err(error) => return Err(lost(error.to_string(), "")),
+            Err(error @ RecordError::Version(_)) => {
+                self.take_up_again(id, "");
+                return Err(NotTakenUp::Unknown(error.to_string()));
+            }
+            Err(error) => return Err(NotTakenUp::Lost { why: error.to_string(), token_sha256: String::new() }),
         };
         // Before anything of it moves again: whether it is still this instance's.
         let held = self.resume_lease(&record).await?;
         // More than are allowed now may have been left: they are taken up all the same, and no new ones are made until they are fewer.
         let slot = Arc::clone(&self.slots).try_acquire_owned().ok();
-        let instance = match self.runtime.take_up(container, dir).await {
-            Ok(instance) => instance,
-            Err(RuntimeError::NotFound) => {
-                if let Some(Held { lease, .. }) = held
-                    && lease.latest().is_some()
-                {
-                    // What was saved of it can go on anywhere, and nobody should have to wait for the lease to run out.
-                    let _ = tokio::time::timeout(CERTAIN_WITHIN, lease.release(Release::Anyone)).await;
+        let place = self.tenants.readmit(record.owner.as_deref());
+        let mut wait = TAKE_UP_AGAIN;
+        let running = loop {
+            match self.reach(&record, dir, held.as_ref()).await {
+                Err(NotTakenUp::Unknown(why)) => {
+                    warn!(why, "can't be taken up now, which is tried again");
+                    self.take_up_again(id, &record.token_sha256);
                 }
-                return Err(lost("it no longer runs".to_owned(), &record.token_sha256));
+                reached => break reached?,
             }
-            Err(error) => return Err(NotTakenUp::Unknown(error.to_string())),
-        };
-        let ended = instance.ended.clone();
-        let opened = converse(instance, &record.marker, TAKE_UP).await;
-        let Opened { running, .. } = match (opened, ended.now()) {
-            (Ok(opened), _) => opened,
-            (Err(why), Some(_)) => return Err(lost(why, &record.token_sha256)),
-            (Err(why), None) => return Err(NotTakenUp::Unknown(why)),
+            let mut stop = self.stop.subscribe();
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                () = async { drop(stop.wait_for(Option::is_some).await) } => return Err(NotTakenUp::Unknown("the server stops".to_owned())),
+            }
+            wait = (wait * 2).min(TAKE_UP_AGAIN_AT_MOST);
+            if let Some(held) = &held {
+                still_ours(held).await?;
+            }
         };
         let age = jiff::Timestamp::now().duration_since(record.created_at);
         let age = Duration::try_from(age).unwrap_or_default();
-        let place = self.tenants.readmit(record.owner.as_deref());
         let wire = Wire::default();
         let held = match (&self.checkpoints, held) {
             (Some(checkpoints), Some(held)) => {
@@ -764,15 +803,37 @@ impl Manager {
         Ok(())
     }
 
+    /// The agent of a sandbox that an earlier process left.
+    async fn reach(&self, record: &Record, dir: &Path, held: Option<&Held>) -> Result<Running, NotTakenUp> {
+        let lost = |why: String| NotTakenUp::Lost { why, token_sha256: record.token_sha256.clone() };
+        let instance = match self.runtime.take_up(record.container(), dir).await {
+            Ok(instance) => instance,
+            Err(RuntimeError::NotFound) => {
+                if let Some(Held { lease, .. }) = held
+                    && lease.latest().is_some()
+                {
+                    // What was saved of it can go on anywhere, and nobody should have to wait for the lease to run out.
+                    let _ = tokio::time::timeout(CERTAIN_WITHIN, lease.release(Release::Anyone)).await;
+                }
+                return Err(lost("it no longer runs".to_owned()));
+            }
+            Err(error) => return Err(NotTakenUp::Unknown(error.to_string())),
+        };
+        let ended = instance.ended.clone();
+        match (converse(instance, &record.marker, TAKE_UP).await, ended.now()) {
+            (Ok(Opened { running, .. }), _) => Ok(running),
+            (Err(why), Some(_)) => Err(lost(why)),
+            (Err(why), None) => Err(NotTakenUp::Unknown(why)),
+        }
+    }
+
     /// The lease of a sandbox that an earlier process held. One that is lost is an error; one that is unknown, since the volume does not
     /// answer, is not.
     async fn resume_lease(&self, record: &Record) -> Result<Option<Held>, NotTakenUp> {
         let (Some(checkpoints), Some(epoch)) = (&self.checkpoints, record.epoch) else { return Ok(None) };
         let held = checkpoints.leases.resume(record.id, epoch);
-        match tokio::time::timeout(CERTAIN_WITHIN, held.lease.certain()).await {
-            Ok(Err(LeaseError::Lost(reason))) => Err(NotTakenUp::Moved(reason.to_string())),
-            _ => Ok(Some(held)),
-        }
+        still_ours(&held).await?;
+        Ok(Some(held))
     }
 
     /// Those that run here.
@@ -857,6 +918,14 @@ impl Running {
             self.writer.queue(&ToAgent::Identify { hostname: record.hostname(), generation: record.generation });
         }
         self
+    }
+}
+
+/// Whether a lease is not lost, as far as can be told.
+async fn still_ours(held: &Held) -> Result<(), NotTakenUp> {
+    match tokio::time::timeout(CERTAIN_WITHIN, held.lease.certain()).await {
+        Ok(Err(LeaseError::Lost(reason))) => Err(NotTakenUp::Moved(reason.to_string())),
+        _ => Ok(()),
     }
 }
 

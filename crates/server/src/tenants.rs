@@ -51,21 +51,36 @@ impl Tenants {
         Ok((0..count).map(|_| self.place(owner)).collect())
     }
 
+    /// One that was made before and comes from the volume: it is one more at once, and none that is made.
+    pub(crate) fn admit_again(self: &Arc<Self>, owner: Option<&str>) -> Result<Place, CreateError> {
+        if let Some(owner) = owner {
+            let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+            let used = used.entry(owner.to_owned()).or_default();
+            self.room_for(used, 1)?;
+            used.live += 1;
+        }
+        Ok(self.place(owner))
+    }
+
+    fn room_for(&self, used: &Used, count: usize) -> Result<(), CreateError> {
+        let (live, Some(most)) = (used.live, self.limits.sandboxes) else { return Ok(()) };
+        if live.saturating_add(count) <= most {
+            return Ok(());
+        }
+        let message = if live >= most {
+            format!("This API key has {most} sandboxes, and that is all it may have at once. End one first.")
+        } else {
+            format!("This API key has {live} sandboxes and may have {most} at once: {count} more are too many.")
+        };
+        Err(CreateError::new(ErrorCode::RateLimited, message))
+    }
+
     fn reserve(&self, owner: Option<&str>, count: usize) -> Result<(), CreateError> {
         let Some(owner) = owner else { return Ok(()) };
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let used = used.entry(owner.to_owned()).or_default();
         let refuse = |message: String| Err(CreateError::new(ErrorCode::RateLimited, message));
-        if let Some(most) = self.limits.sandboxes
-            && used.live.saturating_add(count) > most
-        {
-            let live = used.live;
-            return refuse(if live >= most {
-                format!("This API key has {most} sandboxes, and that is all it may have at once. End one first.")
-            } else {
-                format!("This API key has {live} sandboxes and may have {most} at once: {count} more are too many.")
-            });
-        }
+        self.room_for(used, count)?;
         if let Some(most) = self.limits.creates_per_minute {
             let now = Instant::now();
             while used.made.front().is_some_and(|made| now.duration_since(*made) >= MINUTE) {
@@ -137,6 +152,16 @@ mod tests {
         assert!(tenants.admit_many(Some("a"), 2).is_err(), "five a minute, and four were made");
         let _last = tenants.admit_many(Some("a"), 1).unwrap();
         assert!(tenants.admit_many(Some("a"), usize::MAX).is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_comes_back_is_one_more_at_once_and_none_that_was_made() {
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(2), creates_per_minute: Some(1) }));
+        let made = tenants.admit(Some("a")).unwrap();
+        let _back = tenants.admit_again(Some("a")).unwrap();
+        assert_eq!(tenants.admit_again(Some("a")).unwrap_err().code, ErrorCode::RateLimited);
+        drop(made);
+        assert!(tenants.admit_again(Some("a")).is_ok());
     }
 
     #[test]

@@ -373,6 +373,7 @@ pub async fn a_frozen_sandbox_waits(subject: &dyn Subject) {
     while session.try_control(Duration::from_millis(200)).await.is_ok() {}
     session.expect_silence().await;
     subject.runtime().resume(id, &dir).await.expect("it is thawed");
+    subject.runtime().resume(id, &dir).await.expect("it is not frozen, which is no error");
     session.until_exit().await;
     assert_eq!(text(&session.received.stdout), counted());
     session.remove(subject).await;

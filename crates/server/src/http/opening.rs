@@ -35,6 +35,7 @@ const MAX_EARLY: usize = 16;
 
 const IN_USE: &str = "Another client is attached to this sandbox. Attach again when it has gone.";
 const HANDOFF_IN_PROGRESS: &str = "The sandbox is being handed to another instance. Attach again in a moment.";
+const NOT_YET: &str = "The server was restarted, and the sandbox does not answer it yet. It is tried again. Attach again in a moment.";
 
 /// WebSockets at once.
 const MAX_SOCKETS: usize = 5_000;
@@ -224,7 +225,7 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
             let client = Opening { token, socket, early: VecDeque::new(), came: false };
             hand_over(manager, client, &handle, vec![handle.running()]).await
         }
-        (None, Some(id)) if manager.keeps_checkpoints() => restore(manager, id, token, saved, socket).await,
+        (None, Some(id)) if manager.keeps_checkpoints() || saved.is_some() => restore(manager, id, token, saved, socket).await,
         (None, _) => {
             if manager.keeps_checkpoints() {
                 send(&mut socket, &Status::Restoring.into()).await?;
@@ -270,6 +271,7 @@ async fn restore(
         (Err(ArriveError::NotFound(why)), None) => refuse_with(socket, Status::NotFound, &why).await,
         (Err(ArriveError::InUse), None) => refuse_with(socket, Status::InUse, IN_USE).await,
         (Err(ArriveError::HandoffInProgress), None) => refuse_with(socket, Status::HandoffInProgress, HANDOFF_IN_PROGRESS).await,
+        (Err(ArriveError::NotYet), None) => refuse_with(socket, Status::HandoffInProgress, NOT_YET).await,
         (Err(ArriveError::Failed(why)), None) => restore_error(socket, &why).await,
     }
 }

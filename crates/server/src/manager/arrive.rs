@@ -26,7 +26,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
 
-use super::{Handle, Keeping, Manager, Opened, Running, Wire, converse, prepare};
+use super::{Handle, Keeping, Manager, Opened, Running, TakingUp, Wire, converse, prepare};
 use crate::{
     checkpoints::Checkpoints,
     sandbox::{
@@ -43,10 +43,12 @@ pub(crate) enum ArriveError {
     NotFound(String),
     InUse,
     HandoffInProgress,
+    /// It runs here, and could not be taken up yet.
+    NotYet,
     Failed(String),
 }
 
-/// What the volume has of a sandbox.
+/// What is known of a sandbox that is not in memory.
 pub(crate) enum Saved {
     There(There),
     Unreadable(String),
@@ -94,6 +96,8 @@ struct Ready {
     container: Option<Instance>,
     /// Its place, where it was taken ahead.
     slot: Option<OwnedSemaphorePermit>,
+    /// Its place among those of its API key.
+    place: Place,
 }
 
 /// What is got ready before the sandbox is held.
@@ -139,8 +143,11 @@ impl Manager {
         self.checkpoints.is_some()
     }
 
-    /// What the volume has of a sandbox, before anything is locked. None: nothing.
+    /// What there is of a sandbox that is not in memory, on the volume or left by an earlier process, before anything is locked. None: nothing.
     pub(crate) async fn saved(&self, id: SandboxId) -> Option<Saved> {
+        if let Some(TakingUp::Again { token_sha256 }) = self.taking_up.borrow().get(&id) {
+            return Some(Saved::There(There { token_sha256: token_sha256.clone() }));
+        }
         match self.checkpoints.as_ref()?.look(id).await {
             Ok(stored) => stored.map(|stored| Saved::There(There { token_sha256: Checkpoints::token_sha256(&stored).to_owned() })),
             Err(error) => Some(Saved::Unreadable(error.to_string())),
@@ -170,11 +177,14 @@ impl Manager {
     }
 
     async fn bring(self: Arc<Self>, id: SandboxId, give_up: &CancellationToken) -> Result<Arrived, ArriveError> {
-        let Some(checkpoints) = self.checkpoints.clone() else { return Err(not_found()) };
         let turn = self.turn(id);
         let _turn = turn.acquire().await;
-        if let Some(handle) = self.find(id).await {
+        if let Some(handle) = self.find_certainly(id).await? {
             return Ok(Arrived { greeting: handle.running(), handle });
+        }
+        let Some(checkpoints) = self.checkpoints.clone() else { return Err(not_found()) };
+        if let Some(why) = checkpoints.unburied(id) {
+            return Err(ArriveError::NotFound(why));
         }
         let begun = Instant::now();
         let _busy = self.pool.busy();
@@ -283,6 +293,7 @@ impl Manager {
         let found = checkpoints.find(ManifestAt::Checkpoint { sandbox_id: id, name }, &self.images).await?;
         let state = &found.state;
         let resources = state.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
+        let place = self.tenants.admit_again(state.owner.as_deref()).map_err(|error| error.message)?;
         let waited = self.container_from_pool(&found.image);
         let makes_one = waited.is_none() && (hurry == Hurry::Nobody || !checkpoints.has(&found).await);
         // What is made before the sandbox is held is not yet the sandbox, neither to the next server.
@@ -309,7 +320,7 @@ impl Manager {
             None => (checkpoints.bring(&found).await, None),
         };
         match files {
-            Ok(files) => Ok(Ready { name, record, launch, files, container, slot: None }),
+            Ok(files) => Ok(Ready { name, record, launch, files, container, slot: None, place }),
             Err(why) => {
                 if container.is_some() {
                     self.discard(&launch).await;
@@ -406,7 +417,7 @@ impl Restorer {
             Some(ready) => *ready,
             None => manager.get_ready(&self.checkpoints, self.id, name, &self.token_sha256, Hurry::Somebody).await?,
         };
-        let Ready { record, launch, files, mut container, .. } = ready;
+        let Ready { record, launch, files, mut container, place, .. } = ready;
         let record = Record { epoch: Some(epoch), standby: false, ..record };
         let mut failure = String::new();
         for attempt in 1..=2 {
@@ -427,7 +438,6 @@ impl Restorer {
             match started.await {
                 Ok(Opened { running, .. }) => {
                     debug!(ms = begun.elapsed().as_millis(), "its agent answers");
-                    let place = manager.tenants.readmit(record.owner.as_deref());
                     let restored = Restored { record, running, place: (Some(slot), place) };
                     *self.restored.lock().unwrap_or_else(PoisonError::into_inner) = Some(restored);
                     return Ok((launch.id, launch.dir));

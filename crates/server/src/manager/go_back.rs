@@ -1,18 +1,19 @@
 //! Going back without running: a sandbox that rests on the volume is given a new checkpoint with old content, from which the next attach
 //! goes on. Nothing newer is deleted, and nothing is changed unless what it goes back to is whole.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
     CheckpointName, FileSet, ManifestAt, SandboxStatus,
     lease::{Held, Release, Sought},
 };
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, info, info_span, warn};
 
 use super::{
-    ArriveError, Manager,
+    ArriveError, CERTAIN_WITHIN, Manager,
     arrive::{not_found, not_held},
 };
 use crate::{
@@ -20,6 +21,9 @@ use crate::{
     sandbox::record::{RECORD_VERSION, Record, SandboxConfig},
     workspaces::may_see,
 };
+
+/// How long a new checkpoint may take to count, while who wants it waits.
+const PUBLISH_WITHIN: Duration = Duration::from_secs(120);
 
 /// A sandbox that is on the volume.
 pub(crate) struct OnVolume {
@@ -33,7 +37,7 @@ pub(crate) struct OnVolume {
 impl Manager {
     /// What the volume knows of a sandbox that was saved, for somebody who may know of it.
     pub(crate) async fn on_volume(&self, id: SandboxId, who: Option<&str>) -> Result<Option<OnVolume>, String> {
-        let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
+        let Some(checkpoints) = self.checkpoints.as_ref().filter(|checkpoints| checkpoints.unburied(id).is_none()) else { return Ok(None) };
         let stored = checkpoints.look(id).await.map_err(|error| error.to_string())?;
         let Some(stored) = stored.filter(|stored| stored.record.tombstone.is_none()) else { return Ok(None) };
         let (latest, held) = (stored.record.latest, stored.record.owner.is_some());
@@ -54,7 +58,7 @@ impl Manager {
         let Some(checkpoints) = self.checkpoints.clone() else { return Err(not_found()) };
         let turn = self.turn(id);
         let _turn = turn.acquire().await;
-        if self.find(id).await.is_some() {
+        if self.find_certainly(id).await?.is_some() {
             return Err(ArriveError::InUse);
         }
         let there = self.on_volume(id, who).await.map_err(ArriveError::Failed)?.ok_or_else(not_found)?;
@@ -67,21 +71,33 @@ impl Manager {
             Sought::Held(held) => held,
             other => return Err(not_held(&other)),
         };
-        match publish(&checkpoints, id, &held, &there, (found, files)).await {
-            Ok(name) => info!(%name, %to, "went back while it rests"),
-            Err(why) => {
-                // It is as it was.
-                let _ = held.lease.release_untouched().await;
+        let went = match publish(&checkpoints, id, &held, &there, (found, files)).await {
+            Ok(name) => {
+                info!(%name, %to, "went back while it rests");
+                self.metrics.rollbacks.inc();
+                Ok(())
+            }
+            Err(NotPublished::AsItWas(why)) => {
+                let _ = timeout(CERTAIN_WITHIN, held.lease.release_untouched()).await;
                 return Err(ArriveError::Failed(why));
             }
-        }
-        self.metrics.rollbacks.inc();
+            Err(NotPublished::Unknown) => {
+                Err(ArriveError::Failed("The volume does not answer. Whether the sandbox went back shows when it does.".to_owned()))
+            }
+        };
         // Its next client is told that it was rewound: what it had seen may not be so.
-        if let Err(error) = held.lease.release(Release::Anyone).await {
-            warn!(%error, "it went back, and could not be given up: it can be had when its lease runs out");
+        if !matches!(timeout(CERTAIN_WITHIN, held.lease.release(Release::Anyone)).await, Ok(Ok(()))) {
+            warn!("it could not be given up in time: it can be had when that is done, or when its lease runs out");
         }
-        Ok(())
+        went
     }
+}
+
+/// Why a new checkpoint does not count.
+enum NotPublished {
+    AsItWas(String),
+    /// It may yet.
+    Unknown,
 }
 
 /// The new checkpoint counts when this succeeds.
@@ -91,11 +107,11 @@ async fn publish(
     held: &Held,
     there: &OnVolume,
     (found, files): (Found, FileSet),
-) -> Result<CheckpointName, String> {
+) -> Result<CheckpointName, NotPublished> {
     let Found { state, manifest, .. } = found;
     // Whoever had it may have saved it once more.
     let latest = held.lease.latest();
-    let now = newest_readable(checkpoints, id, latest).await?;
+    let now = newest_readable(checkpoints, id, latest).await.map_err(NotPublished::AsItWas)?;
     let now = &now.as_ref().unwrap_or(&there.about).state;
     let record = Record {
         version: RECORD_VERSION,
@@ -113,8 +129,9 @@ async fn publish(
         container: None,
         standby: false,
     };
-    let name = checkpoints.again(&manifest, &files, &record, latest).await.map_err(|error| error.whole())?;
-    held.lease.publish(name).await.map_err(|error| error.to_string())?;
+    let name = checkpoints.again(&manifest, &files, &record, latest).await.map_err(|error| NotPublished::AsItWas(error.whole()))?;
+    let published = timeout(PUBLISH_WITHIN, held.lease.publish(name)).await.map_err(|_| NotPublished::Unknown)?;
+    published.map_err(|error| NotPublished::AsItWas(error.to_string()))?;
     if let Err(error) = checkpoints.describe(&record, SandboxStatus::Checkpointed, Some(name)).await {
         warn!(error = error.whole(), "the checkpoint counts, but its copies on the volume are out of date");
     }

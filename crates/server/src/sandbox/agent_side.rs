@@ -109,12 +109,12 @@ impl Driver {
                 let command: String = command.chars().take(64).collect();
                 let message =
                     format!("The sandbox came near its memory limit: its largest process, {command:?} with {mib} MiB, was killed.");
-                self.tell_error(ErrorCode::OutOfMemory, message);
+                self.tell_notice(ErrorCode::OutOfMemory, message);
             }
             FromAgent::NamespaceRestarted => {
                 info!("the guest ended its own namespace");
                 let message = "Every process of the sandbox was killed from inside. Its files are kept, and it goes on.";
-                self.tell_error(ErrorCode::ProcessesLost, message);
+                self.tell_notice(ErrorCode::ProcessesLost, message);
             }
             FromAgent::Pong { value, alone } => self.on_agent_pong(value, alone),
             FromAgent::FilesPacked { sequence, bytes, held_us, hold_us, read_us } => {

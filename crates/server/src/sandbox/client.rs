@@ -152,6 +152,13 @@ impl Outbox {
         self.event(ServerEvent::Error(ErrorEvent::new(code, message)));
     }
 
+    /// An error that nobody asked for. A client that has not read the last ones has nothing of another one.
+    pub(crate) fn notice(&mut self, code: ErrorCode, message: impl Into<String>) {
+        if !self.is_full() {
+            self.error(code, message);
+        }
+    }
+
     /// An error status and the error that follows it.
     pub(crate) fn failure(&mut self, status: Status, code: ErrorCode, message: impl Into<String>) {
         let message = message.into();
@@ -177,5 +184,21 @@ impl Outbox {
     pub(crate) fn take_back_output(&mut self) {
         self.queue.retain(|message| !matches!(message, Outgoing::Output(_) | Outgoing::End(_)));
         self.events = self.queue.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_agent_says_again_and_again_takes_no_more_room_than_other_events() {
+        let mut outbox = Outbox::default();
+        for _ in 0..10 * MAX_WAITING_EVENTS {
+            outbox.notice(ErrorCode::ProcessesLost, "again");
+        }
+        assert_eq!(std::iter::from_fn(|| outbox.pop()).count(), MAX_WAITING_EVENTS);
+        outbox.notice(ErrorCode::ProcessesLost, "and again, when it has read");
+        assert!(outbox.pop().is_some());
     }
 }

@@ -986,6 +986,13 @@ impl Driver {
         }
     }
 
+    /// Tells what has happened in the sandbox by itself.
+    pub(super) fn tell_notice(&mut self, code: ErrorCode, message: impl Into<String>) {
+        if let Some(client) = &mut self.client {
+            client.outbox.notice(code, message);
+        }
+    }
+
     pub(super) fn tell_error(&mut self, code: ErrorCode, message: impl Into<String>) {
         if let Some(client) = &mut self.client {
             client.outbox.error(code, message);

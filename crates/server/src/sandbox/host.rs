@@ -13,7 +13,7 @@ use std::{
 
 use async_trait::async_trait;
 use sandboxer_protocol::SandboxId;
-use sandboxer_runtime::{AfterSave, Runtime};
+use sandboxer_runtime::{AfterSave, Runtime, RuntimeError};
 use sandboxer_store::{
     CheckpointName, Manifest, SandboxStatus, SnapshotId,
     lease::handoff::{Consent, Ending, Host, Stance},
@@ -33,6 +33,8 @@ use crate::{
 const QUIET_WITHIN: Duration = Duration::from_secs(20);
 /// How long another capture may take.
 const TURN_WITHIN: Duration = Duration::from_secs(120);
+/// Between one attempt to thaw a sandbox and the next.
+const THAW_AGAIN: Duration = Duration::from_secs(1);
 
 pub(crate) struct SandboxHost {
     id: SandboxId,
@@ -120,10 +122,19 @@ impl SandboxHost {
         self.runtime.pause(container, &dir).await.map_err(|error| error.to_string())
     }
 
-    /// It fails if it was never frozen.
+    /// Until it is not frozen, or nobody drives it any longer: one that was left frozen would hang for ever, and its client with it.
     pub(crate) async fn resume(&self) {
         let (container, dir) = self.place();
-        let _ = self.runtime.resume(container, &dir).await;
+        while let Err(error) = self.runtime.resume(container, &dir).await {
+            if matches!(error, RuntimeError::NotFound) {
+                return;
+            }
+            warn!(%error, "the sandbox could not be thawed, which is tried again");
+            tokio::select! {
+                () = tokio::time::sleep(THAW_AGAIN) => {}
+                () = self.commands.closed() => return,
+            }
+        }
     }
 
     fn place(&self) -> (SandboxId, PathBuf) {

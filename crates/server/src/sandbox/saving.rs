@@ -34,7 +34,7 @@ use super::{
     host::SandboxHost,
     record::Record,
 };
-use crate::checkpoints::Checkpoints;
+use crate::checkpoints::{Burial, Checkpoints};
 
 /// How long the agent may take to have read all that was written to it.
 const QUIET_WITHIN: Duration = Duration::from_secs(10);
@@ -408,17 +408,20 @@ pub(super) async fn tell_volume(kept: Kept, record: &Record, outcome: &Outcome) 
         Outcome::Died(_) | Outcome::Lifetime(_) => keeper.lease().latest().is_none(),
         Outcome::Checkpointed { .. } | Outcome::HandedOver | Outcome::Lost(_) | Outcome::LeftRunning => return,
     };
-    let told = async {
-        if for_good {
-            keeper.kill(farewell::obituary(outcome)).await.map_err(|error| error.to_string())?;
-            checkpoints.describe(record, SandboxStatus::Killed, None).await.map_err(|error| error.whole())
-        } else {
+    let told: BoxFuture<'_, Result<(), String>> = if for_good {
+        let (epoch, reason) = (keeper.lease().epoch(), farewell::obituary(outcome));
+        let burial = Burial { record: record.clone(), epoch, reason: reason.clone() };
+        // It goes on when nobody waits for it any longer.
+        let burying = checkpoints.bury(burial, async move { keeper.kill(reason).await });
+        Box::pin(async move { burying.await.unwrap_or_else(|error| Err(error.to_string())) })
+    } else {
+        Box::pin(async move {
             let epoch = keeper.lease().epoch();
             drop(keeper);
             let held = checkpoints.leases.resume(record.id, epoch);
             held.lease.release(Release::Anyone).await.map_err(|error| error.to_string())?;
             checkpoints.describe(record, SandboxStatus::Checkpointed, None).await.map_err(|error| error.whole())
-        }
+        })
     };
     match timeout(TELL_RECORD, told).await {
         Ok(Ok(())) => {}
