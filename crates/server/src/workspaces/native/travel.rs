@@ -47,6 +47,7 @@ impl From<ArriveError> for NativeError {
             ArriveError::NotFound(_) => Self::NotFound("sandbox"),
             ArriveError::InUse => Self::InUse,
             ArriveError::HandoffInProgress => Self::NotReady("is being handed to another instance"),
+            ArriveError::Later(code, why) => Self::Because(code, why),
             ArriveError::Failed(why) => Self::Because(ErrorCode::RestoreFailed, why),
         }
     }
