@@ -178,9 +178,9 @@ impl Driver {
         match swapped {
             Some(Ok(stored)) => self.succeeded(&attempt, stored),
             Some(Err(SwapError::Conflict(Some(there)))) if there.is(&attempt.base) => {
-                // Nobody has changed it: what refused was something else.
+                // Nobody has changed it: what refused was something else, or knows this version by another name.
                 self.missing_since = None;
-                self.attempt = Some(attempt);
+                self.attempt = Some(Attempt { base: *there, ..attempt });
                 Flow::Wait(self.leases.terms.retry)
             }
             Some(Err(SwapError::Conflict(Some(there)))) => self.settle(attempt, *there),
