@@ -56,7 +56,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 async fn serve(checked: Checked) -> anyhow::Result<()> {
-    let Checked { mut settings, image_dir, runsc } = checked;
+    let Checked { mut settings, image_dir, runsc, notes } = checked;
+    notes.iter().for_each(|note| info!("{note}"));
     let _lock = lock::data_directory(&settings.data_dir).await?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;

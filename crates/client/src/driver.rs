@@ -157,6 +157,8 @@ impl Driver {
                 Leave::Again(setback) => setback,
                 // Another server may have it, and be out of reach just now.
                 Leave::Over(Error::NotFound { message }) if !self.route.knows_nothing() => Setback::Cut(message),
+                // Another server may have room for one more.
+                Leave::Over(Error::Refused { code: ErrorCode::NoCapacity, message }) if !self.route.has_no_room() => Setback::Cut(message),
                 Leave::Over(error) => break error,
             };
             tracing::debug!(?setback, "the sandbox is out of reach");

@@ -78,7 +78,14 @@ impl Error {
         match self {
             Error::InUse { .. } | Error::Unavailable { .. } => true,
             Error::Refused { code, .. } => {
-                matches!(code, ErrorCode::ExecutionInProgress | ErrorCode::NoCapacity | ErrorCode::RateLimited | ErrorCode::NotNow)
+                matches!(
+                    code,
+                    ErrorCode::ExecutionInProgress
+                        | ErrorCode::NoCapacity
+                        | ErrorCode::RateLimited
+                        | ErrorCode::NotNow
+                        | ErrorCode::VolumeUnavailable
+                )
             }
             _ => false,
         }

@@ -63,6 +63,8 @@ struct Server {
     cookies: Cookies,
     /// It said that it knows no such sandbox, since one was last reached.
     knows_nothing: bool,
+    /// It said that it has no room for another sandbox, since one was last reached.
+    has_no_room: bool,
 }
 
 impl Route {
@@ -71,7 +73,7 @@ impl Route {
     pub(crate) fn new(addresses: Addresses, connection: &Connection) -> Result<Self, Error> {
         let server = |address: &Address| {
             let connector = Connector::new(address.clone(), connection)?;
-            Ok::<_, Error>(Server { connector, cookies: Cookies::default(), knows_nothing: false })
+            Ok::<_, Error>(Server { connector, cookies: Cookies::default(), knows_nothing: false, has_no_room: false })
         };
         let servers = addresses.all.iter().map(server).collect::<Result<_, _>>()?;
         Ok(Self { addresses, servers, at: 0 })
@@ -88,7 +90,7 @@ impl Route {
     /// The sandbox is reached here.
     pub(crate) fn reached(&mut self) {
         self.addresses.answered(self.at);
-        self.servers.iter_mut().for_each(|server| server.knows_nothing = false);
+        self.servers.iter_mut().for_each(|server| (server.knows_nothing, server.has_no_room) = (false, false));
     }
 
     /// This one can't be reached, or does not have it now.
@@ -100,6 +102,12 @@ impl Route {
     pub(crate) fn knows_nothing(&mut self) -> bool {
         self.servers[self.at].knows_nothing = true;
         self.servers.iter().all(|server| server.knows_nothing)
+    }
+
+    /// This one has no room for another sandbox. True: none of them has.
+    pub(crate) fn has_no_room(&mut self) -> bool {
+        self.servers[self.at].has_no_room = true;
+        self.servers.iter().all(|server| server.has_no_room)
     }
 }
 
@@ -123,6 +131,17 @@ mod tests {
         for wrong in ["", "http://a,", ",http://a", "http://a,ftp://b", &many] {
             assert!(matches!(wrong.parse::<Addresses>(), Err(Error::Invalid { .. })), "{wrong}");
         }
+    }
+
+    #[test]
+    fn there_is_no_room_only_if_no_server_has_any() {
+        assert!(route("http://a").has_no_room());
+        let mut two = route("http://a,http://b");
+        assert!(!two.has_no_room(), "the other may have some");
+        two.turn_to_next();
+        assert!(two.has_no_room());
+        two.reached();
+        assert!(!two.has_no_room());
     }
 
     #[test]

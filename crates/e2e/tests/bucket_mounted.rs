@@ -4,11 +4,11 @@
 
 use std::process::{Command, Output};
 
-use sandboxer_e2e::{Bucket, Store, sandboxer, stderr_of, stdout_of};
+use sandboxer_e2e::{Bucket, Options, Store, Ws, sandboxer, stderr_of, stdout_of};
 
-/// Mounts a file system of a kind, with a root and nothing in it, for one program.
+/// Mounts a file system of a kind, with a root and nothing in it, for one program, and becomes it.
 const MOUNTED: &str = r#"
-import ctypes, os, struct, subprocess, sys, threading
+import ctypes, os, struct, sys
 kind, source, target, *command = sys.argv[1:]
 libc = ctypes.CDLL(None, use_errno=True)
 def call(name, *arguments):
@@ -35,9 +35,18 @@ def serve():
         else:
             error = -38
         os.write(fuse, struct.pack("<IiQ", 16 + len(answer), error, unique) + answer)
-threading.Thread(target=serve, daemon=True).start()
-code = subprocess.run(command).returncode
-os._exit(code)
+program = os.getpid()
+if os.fork() == 0:
+    # Ends with the program, and keeps nothing of it open.
+    call("prctl", 1, 9, 0, 0, 0)
+    null = os.open("/dev/null", os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    if os.getppid() == program:
+        serve()
+    os._exit(0)
+os.close(fuse)
+os.execv(command[0], command)
 "#;
 
 fn mounted(kind: &str, source: &str, target: &std::path::Path, arguments: &[&str], environment: &[(&str, String)]) -> Output {
@@ -69,4 +78,30 @@ async fn where_it_does_the_bucket_is_used_by_its_url() {
         tokio::task::spawn_blocking(move || mounted("fuse.gcsfuse", Bucket::NAME, &path, &["store", "ls"], &environment)).await.unwrap();
     assert!(listed.status.success(), "{}{}", stdout_of(&listed), stderr_of(&listed));
     assert!(bucket.requests().keys().any(|request| request.starts_with("LIST")), "{:?}", bucket.requests());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_on_a_mounted_bucket_keeps_its_sandboxes_there_by_the_url_and_says_so() {
+    let bucket = Bucket::start_on(Store::Google).await;
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().to_str().unwrap();
+    let options = Options::default().under(&["python3", "-c", MOUNTED, "fuse.gcsfuse", Bucket::NAME, target]);
+    let options = bucket.environment().into_iter().fold(options, |options, (name, value)| options.env(name, value));
+    let a = options.arg("--checkpoint-path").arg(target).start();
+    let told = format!("{target} is a mounted bucket, which has no atomic operations: it is used by its URL, gs://{}", Bucket::NAME);
+    assert!(a.log().contains(&told), "{}", a.log());
+
+    let mut ws = Ws::create_kept(&a).await;
+    let _ = ws.bash("echo kept > f").await.ok();
+    let id = ws.checkpoint().await;
+    let written = bucket.requests();
+    for kind in ["PUT locks", "PUT packs", "PUT checkpoints"] {
+        assert!(written.contains_key(kind), "{kind}: {written:?}");
+    }
+    // It is there for a server that is told the URL.
+    let options = bucket.environment().into_iter().fold(Options::default(), |options, (name, value)| options.env(name, value));
+    let b = options.arg("--checkpoint-path").arg(format!("gs://{}", Bucket::NAME)).start();
+    let (mut ws, running) = Ws::reach(&b, &id).await;
+    assert!(running.get("rewound").is_none(), "{running}");
+    assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
 }

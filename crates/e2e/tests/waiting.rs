@@ -6,8 +6,10 @@
 
 use std::{fs, time::Duration};
 
-use sandboxer_e2e::{CutProxy, DEADLINE, Fault, Incoming, Server, Volume, Ws, eventually};
+use futures_util::future::join_all;
+use sandboxer_e2e::{CutProxy, DEADLINE, Fault, Incoming, Server, Volume, Ws, eventually, host};
 use serde_json::{Value, json};
+use tokio::time::timeout;
 
 /// How long anything may take that waits for a lease to run out.
 const LONG: Duration = Duration::from_secs(120);
@@ -69,6 +71,42 @@ async fn who_gives_up_waiting_leaves_no_trace() {
     eventually("the registration is withdrawn", DEADLINE, || volume.record(&id)["waiter"].is_null()).await;
     a.go_on();
     // It is where it was.
+    let mut ws = Ws::attach(&a, &id).await;
+    assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
+    assert_eq!(volume.record(&id)["epoch"], 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_clients_say_while_they_wait_is_bounded_and_their_going_is_noticed() {
+    const CLIENTS: usize = 12;
+    const PIECES: usize = 16;
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let id = volume.saved_sandbox(&a, "kept").await;
+    a.halt();
+    let before = host::rss(b.pid());
+    let mut waiting = Vec::new();
+    for _ in 0..CLIENTS {
+        waiting.push(wait_at(&b, &id).await);
+    }
+    volume.awaited_by(&id, &b).await;
+    let piece = json!({"event": "stdin", "data": "x".repeat(4 << 20)}).to_string();
+    let talk = |mut ws: Ws| async {
+        let mut taken = 0;
+        while taken < PIECES && timeout(Duration::from_secs(3), ws.send_text(piece.clone())).await.is_ok() {
+            taken += 1;
+        }
+        (ws, taken)
+    };
+    let (waiting, taken): (Vec<_>, Vec<_>) = join_all(waiting.into_iter().map(talk)).await.into_iter().unzip();
+    let more = host::rss(b.pid()).saturating_sub(before) >> 20;
+    println!("of {PIECES} pieces of 4 MiB each client could send {taken:?}; the server has {more} MiB more");
+    assert!(taken.iter().all(|taken| (1..PIECES).contains(taken)), "{taken:?}");
+    // One piece of each, and what of the next was on its way.
+    assert!(more < CLIENTS as u64 * 16, "{more} MiB");
+    drop(waiting);
+    eventually("the registration is withdrawn", Duration::from_secs(20), || volume.record(&id)["waiter"].is_null()).await;
+    a.go_on();
     let mut ws = Ws::attach(&a, &id).await;
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
     assert_eq!(volume.record(&id)["epoch"], 1);

@@ -35,6 +35,7 @@ use sandboxer_runtime::{
 use sandboxer_store::{
     SandboxStatus,
     lease::{Held, LeaseError, LeaseView, Release, handoff},
+    record::SwapError,
 };
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
@@ -48,14 +49,15 @@ use tokio_util::{
 };
 use tracing::{Instrument as _, info, info_span, warn};
 
+use self::{
+    arrive::unanswered,
+    left::{Left, step_back},
+    pool::{Class, Pool},
+};
 pub(crate) use self::{
     arrive::{ArriveError, Arrived, Restorer, Saved},
     rollback::{Going, RolledBack, Roller},
     view::{InstanceView, Served},
-};
-use self::{
-    left::{Left, step_back},
-    pool::{Class, Pool},
 };
 use crate::{
     checkpoints::Checkpoints,
@@ -516,8 +518,10 @@ impl Manager {
         let failed =
             |why: String| CreateError::new(ErrorCode::CheckpointFailed, format!("The volume can't be written: {why}. Try again later."));
         checkpoints.describe(record, SandboxStatus::Created, None).await.map_err(|error| failed(error.whole()))?;
-        let held =
-            checkpoints.leases.create(record.id, Checkpoints::attributes(record)).await.map_err(|error| failed(error.to_string()))?;
+        let held = checkpoints.leases.create(record.id, Checkpoints::attributes(record)).await.map_err(|error| match error {
+            SwapError::Unknown(why) => CreateError::new(ErrorCode::VolumeUnavailable, unanswered(&why)),
+            error => failed(error.to_string()),
+        })?;
         record.epoch = Some(held.lease.epoch());
         checkpoints.keep_image(record.image.clone());
         Ok(Some((Arc::clone(checkpoints), held)))

@@ -1,5 +1,7 @@
 //! A bucket, spoken to by its own API with conditional writes. Endpoint and credentials come from the environment variables that everybody's tools use.
 
+mod attested;
+
 use std::{fmt, io, str::FromStr, sync::Arc, time::Duration};
 
 use object_store::{
@@ -10,7 +12,8 @@ use object_store::{
     prefix::PrefixStore,
 };
 
-use crate::record::Nonce;
+pub(crate) use self::attested::{Attested, Evidence};
+use crate::{layout, record::Nonce};
 
 /// What one request for data may take. A pack has 12 MiB: four at once need 14 Mbit/s.
 const DATA_REQUEST: Duration = Duration::from_secs(30);
@@ -19,6 +22,8 @@ pub(crate) const DATA_PATIENCE: Duration = Duration::from_secs(120);
 /// What one request for a record may take: its lease is running out meanwhile.
 const RECORD_REQUEST: Duration = Duration::from_secs(3);
 const CONNECT: Duration = Duration::from_secs(5);
+/// What the marker says to people.
+const MARKER: &str = "Sandboxes are kept here. By this object servers tell their bucket from one that is not there: leave it.\n";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Scheme {
@@ -87,16 +92,22 @@ impl Bucket {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let open = |request: Duration, patience: Duration| store(url, request, patience).map_err(io::Error::other);
         Ok(Self {
-            data: open(DATA_REQUEST, DATA_PATIENCE)?,
+            data: Arc::new(Attested::new(open(DATA_REQUEST, DATA_PATIENCE)?, Evidence::Answer, DATA_PATIENCE)),
             reading: open(RECORD_REQUEST, RECORD_REQUEST)?,
             writing: open(RECORD_REQUEST, Duration::ZERO)?,
         })
     }
 
+    /// Puts the marker there, by which the bucket is known from now on.
+    pub(crate) async fn mark(&self) -> Result<(), String> {
+        let marked = self.data.put(&layout::marker(), MARKER.into()).await;
+        marked.map(drop).map_err(|error| error.to_string())
+    }
+
     /// Tries it with an object of its own.
     pub(crate) async fn keeps_conditions(&self) -> Result<(), String> {
         const IGNORED: &str = "this store ignores the conditions of a write, so that two instances could run one sandbox; it can't be used";
-        let path = Path::from(format!("probes/{}", Nonce::random()));
+        let path = layout::probes().join(Nonce::random().to_string());
         let put = |content: &'static str, mode| self.data.put_opts(&path, content.into(), PutOptions::from(mode));
         let said = |error: object_store::Error| error.to_string();
         let tried = async {

@@ -10,6 +10,8 @@
 //! images/{sha256}.img                            the manifest of a base image
 //! packs/{tenant}/{pack_id}.pack                  chunks, gathered
 //! bells/{digest}                                 an instance is told that somebody waits for a sandbox of its; in buckets alone
+//! volume                                         says that this is the volume, and not an empty one in its place; in buckets alone
+//! probes/{nonce}                                 a server tries what the bucket can; in buckets alone
 //! collect/turn                                   who collected last
 //! collect/intents/{nonce}                        a writer is at work
 //! collect/condemned/{nonce}                      packs that a collector means to remove
@@ -361,6 +363,15 @@ pub(crate) fn bell(instance: &InstanceId) -> Path {
 
 pub(crate) fn bells() -> Path {
     Path::from("bells")
+}
+
+/// What a server puts into a bucket when it starts.
+pub(crate) fn marker() -> Path {
+    Path::from("volume")
+}
+
+pub(crate) fn probes() -> Path {
+    Path::from("probes")
 }
 
 pub(crate) fn intents() -> Path {

@@ -37,7 +37,11 @@ pub use self::{
     faults::Faults,
     seek::Sought,
 };
-use crate::record::{InstanceId, Record, RecordStore, Stamp, SwapError};
+use crate::record::{InstanceId, ReadError, Record, RecordStore, Stamp, Stored, SwapError};
+
+/// Between requests that failed for somebody who waits, at most.
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const NO_REPLY: &str = "no reply in time";
 
 /// How long everything takes. All by one's own clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,7 +64,7 @@ pub struct Terms {
     pub request: Duration,
     /// Between a request that failed and the next.
     pub retry: Duration,
-    /// A waiter gives up after this: its owner lives, and does not hand over.
+    /// Whoever waits for a sandbox gives up after this: its owner lives and does not hand over, or the records do not answer.
     pub patience: Duration,
 }
 
@@ -140,25 +144,53 @@ impl Leases {
         &self.records
     }
 
-    /// Holds a sandbox that is being created.
+    /// Holds a sandbox that is being created. What gets no answer is asked again as it is, within [`Terms::patience`]: it can take effect only once.
     ///
     /// # Errors
     /// The record is not there for certain. One whose reply was lost may be: it names an id that nobody was told.
     pub async fn create(&self, id: SandboxId, attributes: BTreeMap<String, Value>) -> Result<Held, SwapError> {
-        let counted_from = self.clock.now();
         let first = Record::first(self.me.clone(), self.stamp(), attributes);
-        let made =
-            self.within(self.records.create(id, &first)).await.unwrap_or_else(|| Err(SwapError::Unknown("no reply in time".to_owned())));
-        let stored = match made {
-            Ok(stored) => stored,
-            Err(SwapError::Conflict(Some(there))) if there.record.nonce == first.nonce => *there,
-            Err(SwapError::Unknown(why)) => match self.within(self.records.read(id)).await {
-                Some(Ok(Some(there))) if there.record.nonce == first.nonce => there,
-                _ => return Err(SwapError::Unknown(why)),
-            },
-            Err(error) => return Err(error),
-        };
-        Ok(self.hold(id, stored, Some(counted_from)))
+        // Since when it may have been there: a request whose reply was lost may have been the one.
+        let begun = self.clock.now();
+        let mut waiting = self.waiting();
+        loop {
+            let asked = self.clock.now();
+            let why = match self.within(self.records.create(id, &first)).await {
+                Some(Ok(stored)) => return Ok(self.hold(id, stored, Some(asked))),
+                Some(Err(SwapError::Conflict(Some(there)))) if there.record.nonce == first.nonce => {
+                    return Ok(self.hold(id, *there, Some(begun)));
+                }
+                Some(Err(SwapError::Conflict(None))) => "it is not there, and could not be written".to_owned(),
+                Some(Err(SwapError::Unknown(why))) => why,
+                Some(Err(error)) => return Err(error),
+                None => NO_REPLY.to_owned(),
+            };
+            if !waiting.goes_on(self).await {
+                return Err(SwapError::Unknown(why));
+            }
+        }
+    }
+
+    /// What the record of a sandbox says, for somebody who waits for it: what can't be read is read again, within [`Terms::patience`].
+    ///
+    /// # Errors
+    /// It could not be read in all that time, or is no record.
+    pub async fn look(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
+        let mut waiting = self.waiting();
+        loop {
+            let why = match self.within(self.records.read(id)).await {
+                Some(Err(ReadError::Unavailable(why))) => why,
+                Some(read) => return read,
+                None => NO_REPLY.to_owned(),
+            };
+            if !waiting.goes_on(self).await {
+                return Err(ReadError::Unavailable(why));
+            }
+        }
+    }
+
+    fn waiting(&self) -> Waiting {
+        Waiting { until: self.clock.now() + self.terms.patience, pause: self.terms.retry }
     }
 
     /// Takes up a sandbox that an earlier process of this instance held in `epoch` and left running, frozen or not.
@@ -194,5 +226,23 @@ impl Leases {
 
     pub(crate) async fn pause(&self, length: Duration) {
         self.clock.sleep_until(self.clock.now() + length).await;
+    }
+}
+
+/// Somebody waits, and is told no sooner than has to be that it is in vain.
+struct Waiting {
+    until: Moment,
+    pause: Duration,
+}
+
+impl Waiting {
+    /// Pauses before the next attempt. False: it took too long.
+    async fn goes_on(&mut self, leases: &Leases) -> bool {
+        if leases.clock.now() + self.pause >= self.until {
+            return false;
+        }
+        leases.pause(self.pause).await;
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        true
     }
 }

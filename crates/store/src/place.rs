@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    bucket::{Bucket, BucketUrl},
+    bucket::{Bucket, BucketUrl, Evidence},
     failpoint::FailPoints,
     local::LocalStore,
     record::{BucketRecords, Codec, DirectoryRecords, InstanceId, RecordStore},
@@ -62,7 +62,7 @@ impl Place {
         }
     }
 
-    /// `me` is told of those who wait for its sandboxes.
+    /// `me` is told of those who wait for its sandboxes, and has checked the place ([`Place::check`]).
     ///
     /// # Errors
     /// As [`Place::volume`].
@@ -71,19 +71,26 @@ impl Place {
             Self::Directory(path) => Ok(Arc::new(DirectoryRecords::open(path, codec, points)?)),
             Self::Bucket(url) => {
                 let Bucket { reading, writing, .. } = Bucket::open(url)?;
-                Ok(Arc::new(BucketRecords::new(reading, writing, codec, me)))
+                // An instance has put its marker there.
+                let evidence = if me.is_some() { Evidence::Marker } else { Evidence::Answer };
+                Ok(Arc::new(BucketRecords::new(reading, writing, codec, me).attested_by(evidence)))
             }
         }
     }
 
-    /// Tries that a bucket is there, can be written, and keeps to the conditions of a write: all that the leases rest on. A directory needs no such trial.
+    /// Tries that a bucket is there, can be written, and keeps to the conditions of a write: all that the leases rest on. Marks it, so that it is known
+    /// again. A directory needs no such trial.
     ///
     /// # Errors
     /// It does not, with what to do about it.
     pub async fn check(&self) -> Result<(), String> {
         let Self::Bucket(url) = self else { return Ok(()) };
         let bucket = Bucket::open(url).map_err(|error| format!("{url}: {error}"))?;
-        bucket.keeps_conditions().await.map_err(|fault| format!("{url}: {fault}"))
+        let checked = async {
+            bucket.keeps_conditions().await?;
+            bucket.mark().await
+        };
+        checked.await.map_err(|fault| format!("{url}: {fault}"))
     }
 }
 

@@ -26,7 +26,7 @@ pub use self::{
     change::{Holder, NotHeld, OwnerChange, Refused, Stamp},
     codec::{BadRecord, Codec, MacFn},
     directory::{DirectoryRecords, Step, StepHook},
-    memory::{MemoryRecords, RecordFault},
+    memory::{Hidden, MemoryRecords, RecordFault},
     store::{Changes, ReadError, RecordStore, Stored, SwapError, Tag},
 };
 use crate::layout::CheckpointName;

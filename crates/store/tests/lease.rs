@@ -9,7 +9,7 @@ use sandboxer_protocol::SandboxId;
 use sandboxer_store::{
     CheckpointName,
     lease::{Clock, Held, LeaseError, LeaseEvent, Leases, LostReason, Moment, Release, Sought, Terms},
-    record::{MemoryRecords, Nonce, Record, RecordFault, Stamp, Stored, Verdict},
+    record::{MemoryRecords, Nonce, ReadError, Record, RecordFault, Stamp, Stored, SwapError, Verdict},
 };
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -137,6 +137,88 @@ async fn a_lost_reply_is_settled_even_if_others_wrote_meanwhile() {
     let (published, ()) = tokio::join!(publishing, waiting);
     published.unwrap();
     assert_eq!(volume.there().record.latest, Some(checkpoint(1)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_creation_is_asked_for_until_it_is_known_and_takes_effect_once() {
+    for faults in [
+        vec![RecordFault::LostRequest; 3],
+        vec![RecordFault::LostReply, RecordFault::LostRequest],
+        vec![RecordFault::LostRequest, RecordFault::LostReply],
+    ] {
+        let volume = Volume::new();
+        volume.records.inject(faults.clone());
+        let Held { lease, .. } = volume.create("a").await;
+        let there = volume.there().record;
+        assert_eq!((there.sequence, there.epoch, there.owner), (1, lease.epoch(), Some("a".parse().unwrap())), "{faults:?}");
+        lease.publish(checkpoint(1)).await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_creation_and_a_look_that_get_no_answer_end_after_the_patience() {
+    let volume = Volume::new();
+    let (leases, patience) = (volume.instance("a"), Terms::default().patience);
+    volume.records.inject(std::iter::repeat_n(RecordFault::LostRequest, 1000));
+    let begun = Instant::now();
+    let Err(refused) = leases.create(volume.id, BTreeMap::new()).await else { panic!("it can't have been created") };
+    assert!(matches!(refused, SwapError::Unknown(_)), "{refused}");
+    assert!(begun.elapsed() <= patience && begun.elapsed() > patience / 2, "{:?}", begun.elapsed());
+    let begun = Instant::now();
+    assert!(matches!(leases.look(volume.id).await, Err(ReadError::Unavailable(_))));
+    assert!(begun.elapsed() <= patience && begun.elapsed() > patience / 2, "{:?}", begun.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_can_not_be_read_for_a_while_is_looked_at_again() {
+    let volume = Volume::new();
+    volume.saved("a").await;
+    volume.records.inject(std::iter::repeat_n(RecordFault::Unavailable, 6));
+    let looked = volume.instance("b").look(volume.id).await.unwrap();
+    assert_eq!(looked, Some(volume.there()));
+    assert_eq!(volume.instance("b").look(SandboxId::random()).await, Ok(None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_that_is_not_to_be_seen_for_a_while_loses_nobody_its_sandbox() {
+    let volume = Volume::new();
+    let Held { lease, mut events } = volume.create("a").await;
+    // Reads and writes alike find nothing, for longer than a renewal and for less than a lease.
+    let hidden = volume.records.hide(volume.id);
+    sleep(Duration::from_secs(10)).await;
+    drop(hidden);
+    lease.publish(checkpoint(1)).await.unwrap();
+    assert!(lease.may_act());
+    assert_eq!(volume.there().record.latest, Some(checkpoint(1)));
+
+    // Its owner freezes in time, and goes on with the same tenure.
+    let begun = Instant::now();
+    let hidden = volume.records.hide(volume.id);
+    assert_eq!(events.next().await, Some(LeaseEvent::MustFreeze));
+    assert!(begun.elapsed() <= Duration::from_millis(12_100), "{:?}", begun.elapsed());
+    drop(hidden);
+    assert_eq!(events.next().await, Some(LeaseEvent::Renewed));
+
+    // What stays away is gone.
+    let begun = Instant::now();
+    let _hidden = volume.records.hide(volume.id);
+    assert_eq!(events.next().await, Some(LeaseEvent::MustFreeze));
+    assert_eq!(events.next().await, Some(LeaseEvent::Lost(LostReason::Removed)));
+    let terms = Terms::default();
+    assert!(begun.elapsed() <= terms.lease + terms.renewal + 2 * terms.retry, "{:?}", begun.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_was_left_running_is_not_lost_to_a_first_look_that_finds_nothing() {
+    let volume = Volume::new();
+    let epoch = volume.create("a").await.lease.epoch();
+    let hidden = volume.records.hide(volume.id);
+    let Held { lease, mut events } = volume.instance("a").resume(volume.id, epoch);
+    sleep(Duration::from_secs(5)).await;
+    assert!(!lease.may_act());
+    drop(hidden);
+    assert_eq!(events.next().await, Some(LeaseEvent::Renewed));
+    assert!(lease.may_act());
 }
 
 #[tokio::test(start_paused = true)]

@@ -169,6 +169,8 @@ pub(crate) struct Checked {
     pub(crate) settings: Settings,
     pub(crate) image_dir: PathBuf,
     pub(crate) runsc: PathBuf,
+    /// What is not as it was written down, and is to be told.
+    pub(crate) notes: Vec<String>,
 }
 
 /// Collects what is wrong, so that all of it is told at once.
@@ -278,7 +280,12 @@ impl Args {
                 .then(|| TemplateSettings { max_bytes: self.template_cache_mb.saturating_mul(1024 * 1024), facts: Facts::default() }),
             collect_every: collect_every.flatten(),
         });
-        Ok(Checked { settings, image_dir, runsc })
+        let asked = [
+            (self.checkpoint_path.as_deref(), settings.checkpoints.as_ref().map(|checkpoints| &checkpoints.place)),
+            (self.filesystem_snapshot_path.as_deref(), settings.filesystems.as_ref().map(|filesystems| &filesystems.place)),
+        ];
+        let notes = asked.into_iter().filter_map(|(path, place)| used_by_url(path?, place?)).collect();
+        Ok(Checked { settings, image_dir, runsc, notes })
     }
 
     /// Sandboxes of other kinds: what may be made, and where it is kept. A data directory that was asked for has files of its own.
@@ -365,6 +372,13 @@ fn volume(name: &str, path: Option<&Path>) -> Result<Option<Place>, String> {
         tempfile::tempfile_in(path).map_err(|error| format!("{name}: {}: it can't be written to: {error}", path.display()))?;
     }
     Ok(Some(place))
+}
+
+/// That a directory is a mounted bucket, if it is.
+fn used_by_url(path: &Path, place: &Place) -> Option<String> {
+    let named = path.to_str().is_some_and(|text| text.contains("://"));
+    (place.directory().is_none() && !named)
+        .then(|| format!("{} is a mounted bucket, which has no atomic operations: it is used by its URL, {place}", path.display()))
 }
 
 fn default_data_dir() -> Option<PathBuf> {

@@ -250,13 +250,22 @@ impl Session {
     pub(super) fn refused(&mut self, refusal: StatusUpdate, code: ErrorCode, message: String) -> Option<Effect> {
         match refusal.status {
             Status::CreationError => Some(match code {
-                ErrorCode::NotReady | ErrorCode::RateLimited | ErrorCode::ServerStopping | ErrorCode::ServerRestarting => {
+                ErrorCode::NotReady
+                | ErrorCode::RateLimited
+                | ErrorCode::VolumeUnavailable
+                | ErrorCode::ServerStopping
+                | ErrorCode::ServerRestarting => {
                     self.identity = None;
                     Effect::Again(Setback::Cut(message))
                 }
                 _ => Effect::Over(Error::Refused { code, message }),
             }),
-            Status::RestoreError if matches!(self.link, Link::Opening { .. }) => Some(Effect::Over(Error::Refused { code, message })),
+            Status::RestoreError if matches!(self.link, Link::Opening { .. }) => Some(match code {
+                ErrorCode::VolumeUnavailable => Effect::Again(Setback::Cut(message)),
+                // It was there, and is waited for. Who comes for the first time is told, unless another server has room.
+                ErrorCode::NoCapacity if self.settled => Effect::Again(Setback::Cut(message)),
+                _ => Effect::Over(Error::Refused { code, message }),
+            }),
             Status::PermissionDenialError => Some(Effect::Over(Error::Denied { message })),
             Status::Error if self.kill.is_some() => Some(Effect::Over(killed())),
             Status::Error => Some(Effect::Over(Error::SandboxEnded { reason: Ended::from(refusal.reason), message })),

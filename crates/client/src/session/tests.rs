@@ -430,6 +430,7 @@ fn what_is_final_and_what_is_not() {
         ("SANDBOX_PERMISSION_DENIAL_ERROR", "permission_denied", Error::Denied { message: message() }),
         ("SANDBOX_RESTORE_ERROR", "internal", Error::refused(ErrorCode::Internal, "why")),
         ("SANDBOX_CREATION_ERROR", "no_capacity", Error::refused(ErrorCode::NoCapacity, "why")),
+        ("SANDBOX_RESTORE_ERROR", "no_capacity", Error::refused(ErrorCode::NoCapacity, "why")),
         ("SANDBOX_ERROR", "out_of_memory", Error::SandboxEnded { reason: Ended::Unknown, message: message() }),
     ];
     for (name, code, expected) in cases {
@@ -440,6 +441,21 @@ fn what_is_final_and_what_is_not() {
         let mut session = fresh();
         session.received(&status(name), now);
         assert!(matches!(session.closed(None, ""), Effect::Over(_)), "{name}");
+    }
+
+    let settled = || {
+        let mut session = attached();
+        again(&mut session);
+        session
+    };
+    for (mut session, name, code) in [
+        (fresh(), "SANDBOX_RESTORE_ERROR", "volume_unavailable"),
+        (fresh(), "SANDBOX_CREATION_ERROR", "volume_unavailable"),
+        (settled(), "SANDBOX_RESTORE_ERROR", "volume_unavailable"),
+        (settled(), "SANDBOX_RESTORE_ERROR", "no_capacity"),
+    ] {
+        session.received(&status(name), now);
+        assert_eq!(session.received(&error(code), now), Some(Effect::Again(Setback::Cut(message()))), "{name} {code}");
     }
 
     let mut saved = attached();

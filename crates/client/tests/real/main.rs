@@ -5,6 +5,7 @@
 mod affinity;
 mod cli;
 mod exact;
+mod room;
 mod tls;
 mod travel;
 mod watch;

@@ -17,6 +17,8 @@ use tokio::{
 
 use super::{Store, google};
 
+const NOT_FOUND: &[u8] = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+
 /// What the way to the bucket does to a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Trouble {
@@ -24,6 +26,10 @@ pub enum Trouble {
     None,
     /// 503 for each.
     Unavailable,
+    /// 404 for each, as a gateway answers behind which nothing is.
+    Missing,
+    /// 404 for half of them, as if one of two gateways had nothing behind it.
+    HalfMissing,
     /// No answer, ever.
     Silent,
     /// Every tenth gets lost on the way there, every other tenth on the way back.
@@ -122,6 +128,8 @@ impl Way {
             Trouble::Unavailable => {
                 return writing.write_all(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").await;
             }
+            Trouble::Missing => return writing.write_all(NOT_FOUND).await,
+            Trouble::HalfMissing if is_heads(number) => return writing.write_all(NOT_FOUND).await,
             Trouble::Silent => {
                 // Until the client has had enough.
                 let mut rest = Vec::new();
@@ -151,6 +159,11 @@ impl Way {
             _ => writing.write_all(&answer).await,
         }
     }
+}
+
+/// Half of all numbers, with no order in it.
+fn is_heads(number: usize) -> bool {
+    number.wrapping_mul(0x9E37_79B9).count_ones().is_multiple_of(2)
 }
 
 /// Where the body of an answer begins.

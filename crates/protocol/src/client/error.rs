@@ -58,6 +58,8 @@ codes! {
     CheckpointFailed = "checkpoint_failed",
     /// The sandbox could not be brought back from the volume, where nothing was changed.
     RestoreFailed = "restore_failed",
+    /// The volume where sandboxes are kept does not answer, and nothing there was changed: try again, here or at another server.
+    VolumeUnavailable = "volume_unavailable",
     /// The sandbox goes on at another instance: attach again.
     SandboxMoved = "sandbox_moved",
     SnapshotsNotConfigured = "snapshots_not_configured",

@@ -1,6 +1,6 @@
 //! How a connection begins: the first messages of `/create` and `/attach`, until the sandbox's driver takes over.
 
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, future::Future, sync::Arc, time::Duration};
 
 use axum::{
     Extension,
@@ -17,7 +17,7 @@ use sandboxer_protocol::{
     client::{About, CloseCode, CreateConfig, ErrorCode, ErrorEvent, Request, SandboxIdEvent, ServerEvent, Status, StatusUpdate},
 };
 use serde::Deserialize;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -30,8 +30,14 @@ use crate::{
     },
 };
 
-/// Messages that may come while the sandbox is being made. Beyond it they wait in the kernel.
+/// Messages that may come while the sandbox is being made or brought, and their bytes: beyond either they wait in the kernel. The last of them may be as
+/// large as a message may be.
 const MAX_EARLY: usize = 16;
+const MAX_EARLY_BYTES: usize = 1 << 20;
+/// How often a client that has said as much as that is asked whether it is still there: its going can't be read any more.
+const STILL_THERE: Duration = Duration::from_secs(2);
+/// What asking may take. One that does not read is there.
+const ASKED_WITHIN: Duration = Duration::from_secs(1);
 
 const IN_USE: &str = "Another client is attached to this sandbox. Attach again when it has gone.";
 const HANDOFF_IN_PROGRESS: &str = "The sandbox is being handed to another instance. Attach again in a moment.";
@@ -98,15 +104,77 @@ fn upgrade_with(manager: &Manager, upgrade: WebSocketUpgrade) -> WebSocketUpgrad
 struct Opening<'a> {
     token: Option<&'a str>,
     socket: WebSocket,
-    /// What it has said already.
-    early: VecDeque<FromClient>,
+    early: Early,
     /// Its sandbox was brought here for it.
     came: bool,
 }
 
+/// What a client has said already, before anybody could hear it.
+#[derive(Default)]
+struct Early {
+    messages: VecDeque<FromClient>,
+    bytes: usize,
+}
+
+impl Early {
+    fn has_room(&self) -> bool {
+        self.messages.len() < MAX_EARLY && self.bytes < MAX_EARLY_BYTES
+    }
+
+    fn take(&mut self, message: Message) {
+        if let Some(read) = socket::read(&message) {
+            self.add(read, message);
+        }
+    }
+
+    fn add(&mut self, read: FromClient, message: Message) {
+        self.bytes += message.into_data().len();
+        self.messages.push_back(read);
+    }
+}
+
+/// What came of waiting for something with a client.
+enum Waited<T> {
+    For(T),
+    /// The client is gone, or has said what nobody may.
+    Left {
+        too_large: bool,
+    },
+}
+
+/// Waits for something, and listens to the client meanwhile: its pings are answered, and it is noticed when it goes.
+async fn listening<T>(socket: &mut WebSocket, early: &mut Early, work: impl Future<Output = T>) -> Waited<T> {
+    tokio::pin!(work);
+    loop {
+        let has_room = early.has_room();
+        tokio::select! {
+            done = &mut work => return Waited::For(done),
+            message = socket.recv(), if has_room => match message {
+                Some(Ok(Message::Close(_))) => {
+                    // Reading on sends the answer.
+                    let _ = timeout(GRACE, socket.recv()).await;
+                    return Waited::Left { too_large: false };
+                }
+                Some(Ok(message)) => early.take(message),
+                Some(Err(error)) => return Waited::Left { too_large: socket::is_too_large(&error) },
+                None => return Waited::Left { too_large: false },
+            },
+            () = sleep(STILL_THERE), if !has_room => {
+                if let Ok(Err(_)) = timeout(ASKED_WITHIN, socket.send(Message::Ping(Bytes::new()))).await {
+                    return Waited::Left { too_large: false };
+                }
+            }
+        }
+    }
+}
+
+async fn leave(socket: WebSocket, too_large: bool) -> Result<(), axum::Error> {
+    if too_large { socket::close(socket, CloseCode::TooLarge).await } else { Ok(()) }
+}
+
 /// What the client said first.
 enum First {
-    Config(Box<CreateConfig>, VecDeque<FromClient>),
+    Config(Box<CreateConfig>, Early),
     Refused(CreateError),
     Gone,
     TooLarge,
@@ -123,20 +191,14 @@ async fn opened_create(manager: &Arc<Manager>, owner: Option<String>, mut socket
     };
     let making = manager.create(config, owner);
     tokio::pin!(making);
-    let made = loop {
-        tokio::select! {
-            made = &mut making => break made,
-            message = socket.recv(), if early.len() < MAX_EARLY => match message {
-                Some(Ok(message)) => early.extend(read(message)),
-                other => {
-                    // Nobody knows the id of this sandbox, and nobody ever will.
-                    if let Ok(created) = making.await {
-                        created.handle.abandon().await;
-                    }
-                    let too_large = matches!(&other, Some(Err(error)) if socket::is_too_large(error));
-                    return if too_large { socket::close(socket, CloseCode::TooLarge).await } else { Ok(()) };
-                }
-            },
+    let made = match listening(&mut socket, &mut early, &mut making).await {
+        Waited::For(made) => made,
+        Waited::Left { too_large } => {
+            // Nobody knows the id of this sandbox, and nobody ever will.
+            if let Ok(created) = making.await {
+                created.handle.abandon().await;
+            }
+            return leave(socket, too_large).await;
         }
     };
     match made {
@@ -154,7 +216,7 @@ async fn first_message(socket: &mut WebSocket) -> Result<First, axum::Error> {
     let mut until = Instant::now() + GRACE_AT_MOST;
     loop {
         let message = match timeout_at(until, socket.recv()).await {
-            Err(_) => return Ok(First::Config(Box::default(), VecDeque::new())),
+            Err(_) => return Ok(First::Config(Box::default(), Early::default())),
             Ok(None) => return Ok(First::Gone),
             Ok(Some(Err(error))) => return Ok(if socket::is_too_large(&error) { First::TooLarge } else { First::Gone }),
             Ok(Some(Ok(message))) => message,
@@ -166,8 +228,8 @@ async fn first_message(socket: &mut WebSocket) -> Result<First, axum::Error> {
                 let _ = timeout_at(Instant::now() + GRACE, socket.recv()).await;
                 return Ok(First::Gone);
             }
-            message => match read(message) {
-                Some(FromClient::Request(Request::Configure(config))) => return Ok(First::Config(config, VecDeque::new())),
+            message => match socket::read(&message) {
+                Some(FromClient::Request(Request::Configure(config))) => return Ok(First::Config(config, Early::default())),
                 Some(FromClient::Bad(bad)) if bad.about == About::Configuration => {
                     return Ok(First::Refused(CreateError::new(bad.code, bad.message)));
                 }
@@ -175,15 +237,15 @@ async fn first_message(socket: &mut WebSocket) -> Result<First, axum::Error> {
                 Some(FromClient::Bad(bad)) if bad.about == About::Other => {
                     send(socket, &ServerEvent::Error(ErrorEvent::new(bad.code, bad.message))).await?;
                 }
-                Some(other) => return Ok(First::Config(Box::default(), VecDeque::from([other]))),
+                Some(other) => {
+                    let mut early = Early::default();
+                    early.add(other, message);
+                    return Ok(First::Config(Box::default(), early));
+                }
                 None => {}
             },
         }
     }
-}
-
-fn read(message: Message) -> Option<FromClient> {
-    socket::read(&message)
 }
 
 async fn refuse(mut socket: WebSocket, error: &CreateError) -> Result<(), axum::Error> {
@@ -194,13 +256,21 @@ async fn refuse(mut socket: WebSocket, error: &CreateError) -> Result<(), axum::
 
 async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mut socket: WebSocket) -> Result<(), axum::Error> {
     let id = id.parse::<SandboxId>().ok();
-    let handle = match id {
-        Some(id) => manager.find(id).await,
-        None => None,
+    let looking = async {
+        let handle = match id {
+            Some(id) => manager.find(id).await,
+            None => None,
+        };
+        let saved = match (&handle, id) {
+            (None, Some(id)) => manager.saved(id).await,
+            _ => None,
+        };
+        (handle, saved)
     };
-    let saved = match (&handle, id) {
-        (None, Some(id)) => manager.saved(id).await,
-        _ => None,
+    let mut early = Early::default();
+    let (handle, saved) = match listening(&mut socket, &mut early, looking).await {
+        Waited::For(found) => found,
+        Waited::Left { too_large } => return leave(socket, too_large).await,
     };
     let needs_token = manager.settings().access.needs_token();
     let allowed = match (&handle, &saved, token) {
@@ -222,10 +292,12 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
     }
     match (handle, id) {
         (Some(handle), _) => {
-            let client = Opening { token, socket, early: VecDeque::new(), came: false };
+            let client = Opening { token, socket, early, came: false };
             hand_over(manager, client, &handle, vec![handle.running()]).await
         }
-        (None, Some(id)) if manager.keeps_checkpoints() || saved.is_some() => restore(manager, id, token, saved, socket).await,
+        (None, Some(id)) if manager.keeps_checkpoints() || saved.is_some() => {
+            restore(manager, id, Opening { token, socket, early, came: false }, saved).await
+        }
         (None, _) => {
             if manager.keeps_checkpoints() {
                 send(&mut socket, &Status::Restoring.into()).await?;
@@ -236,50 +308,42 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
 }
 
 /// Brings a sandbox here that is not in memory, and makes the socket its client.
-async fn restore(
-    manager: &Arc<Manager>,
-    id: SandboxId,
-    token: Option<&str>,
-    saved: Option<Saved>,
-    mut socket: WebSocket,
-) -> Result<(), axum::Error> {
+async fn restore(manager: &Arc<Manager>, id: SandboxId, client: Opening<'_>, saved: Option<Saved>) -> Result<(), axum::Error> {
+    let Opening { token, mut socket, mut early, .. } = client;
     send(&mut socket, &Status::Restoring.into()).await?;
     match saved {
         Some(Saved::There(_)) => {}
-        Some(Saved::Unreadable(why)) => return restore_error(socket, &why).await,
+        Some(Saved::Unreadable(why)) => return not_restored(socket, why.into()).await,
         None => return not_found(manager, Some(id), token, socket).await,
     }
     let give_up = CancellationToken::new();
     let arriving = manager.arrive(id, give_up.clone());
     let _given_up_with_the_client = give_up.drop_guard();
-    tokio::pin!(arriving);
-    let mut early = VecDeque::new();
-    let arrived = loop {
-        tokio::select! {
-            arrived = &mut arriving => break arrived,
-            message = socket.recv(), if early.len() < MAX_EARLY => match message {
-                Some(Ok(Message::Close(_))) | Some(Err(_)) | None => return Ok(()),
-                Some(Ok(message)) => early.extend(read(message)),
-            },
-        }
+    let arrived = match listening(&mut socket, &mut early, arriving).await {
+        Waited::For(arrived) => arrived,
+        Waited::Left { too_large } => return leave(socket, too_large).await,
     };
     match (arrived, manager.stopping()) {
         (Ok(Arrived { handle, greeting }), _) => {
             hand_over(manager, Opening { token, socket, early, came: true }, &handle, vec![greeting]).await
         }
         (Err(_), Some(how)) => going_away(socket, how).await,
-        (Err(ArriveError::NotFound(why)), None) => refuse_with(socket, Status::NotFound, &why).await,
-        (Err(ArriveError::InUse), None) => refuse_with(socket, Status::InUse, IN_USE).await,
-        (Err(ArriveError::HandoffInProgress), None) => refuse_with(socket, Status::HandoffInProgress, HANDOFF_IN_PROGRESS).await,
-        (Err(ArriveError::NotYet), None) => refuse_with(socket, Status::HandoffInProgress, NOT_YET).await,
-        (Err(ArriveError::Failed(why)), None) => restore_error(socket, &why).await,
+        (Err(why), None) => not_restored(socket, why).await,
     }
 }
 
-async fn restore_error(mut socket: WebSocket, why: &str) -> Result<(), axum::Error> {
+async fn not_restored(mut socket: WebSocket, why: ArriveError) -> Result<(), axum::Error> {
+    let (code, why) = match why {
+        ArriveError::NotFound(why) => return refuse_with(socket, Status::NotFound, &why).await,
+        ArriveError::InUse => return refuse_with(socket, Status::InUse, IN_USE).await,
+        ArriveError::HandoffInProgress => return refuse_with(socket, Status::HandoffInProgress, HANDOFF_IN_PROGRESS).await,
+        ArriveError::NotYet => return refuse_with(socket, Status::HandoffInProgress, NOT_YET).await,
+        ArriveError::Later(code, why) => (code, why),
+        ArriveError::Failed(why) => (ErrorCode::RestoreFailed, why),
+    };
     let message = format!("The sandbox could not be restored, and nothing that is saved of it was changed: {why}");
     send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::RestoreError).message(message.clone()))).await?;
-    send(&mut socket, &ServerEvent::Error(ErrorEvent::new(ErrorCode::RestoreFailed, message))).await?;
+    send(&mut socket, &ServerEvent::Error(ErrorEvent::new(code, message))).await?;
     socket::close(socket, CloseCode::Application).await
 }
 
@@ -307,19 +371,26 @@ async fn refuse_with(mut socket: WebSocket, status: Status, message: &str) -> Re
 /// Makes the socket the client of a sandbox. One that is just being given up here is brought back; one that has just come is not, so that
 /// nobody goes round in circles.
 async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle, greeting: Vec<ServerEvent>) -> Result<(), axum::Error> {
-    let Opening { token, socket, early, came } = client;
+    let Opening { token, mut socket, mut early, came } = client;
     let (port, ends) = socket::channels();
     match (handle.attach(port, greeting).await, manager.stopping()) {
         (Some(Attachment::Attached), _) => {
-            socket::pump(socket, ends, early, handle.clone()).await;
+            socket::pump(socket, ends, early.messages, handle.clone()).await;
             Ok(())
         }
         (Some(Attachment::InUse), _) => refuse_with(socket, Status::InUse, IN_USE).await,
         (None, Some(how)) => going_away(socket, how).await,
         (None, None) => {
-            handle.gone().await;
-            match manager.saved(handle.id).await {
-                Some(saved) if !came => Box::pin(restore(manager, handle.id, token, Some(saved), socket)).await,
+            let looking = async {
+                handle.gone().await;
+                manager.saved(handle.id).await
+            };
+            let saved = match listening(&mut socket, &mut early, looking).await {
+                Waited::For(saved) => saved,
+                Waited::Left { too_large } => return leave(socket, too_large).await,
+            };
+            match saved {
+                Some(saved) if !came => Box::pin(restore(manager, handle.id, Opening { token, socket, early, came }, Some(saved))).await,
                 Some(_) => refuse_with(socket, Status::HandoffInProgress, HANDOFF_IN_PROGRESS).await,
                 None => not_found(manager, Some(handle.id), token, socket).await,
             }

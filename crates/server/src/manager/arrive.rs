@@ -7,7 +7,7 @@ use std::{
 
 use sandboxer_protocol::{
     SandboxId,
-    client::{ServerEvent, Status, StatusUpdate},
+    client::{ErrorCode, ServerEvent, Status, StatusUpdate},
 };
 use sandboxer_runtime::{Instance, Launch};
 use sandboxer_store::{
@@ -16,7 +16,7 @@ use sandboxer_store::{
         Sought,
         handoff::{self, Arrival},
     },
-    record::Stored,
+    record::{ReadError, Stored},
 };
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
@@ -45,13 +45,15 @@ pub(crate) enum ArriveError {
     HandoffInProgress,
     /// It runs here, and could not be taken up yet.
     NotYet,
+    /// It is not the sandbox: another server may have it, or this one a moment later.
+    Later(ErrorCode, String),
     Failed(String),
 }
 
 /// What is known of a sandbox that is not in memory.
 pub(crate) enum Saved {
     There(There),
-    Unreadable(String),
+    Unreadable(ReadError),
 }
 
 pub(crate) struct There {
@@ -148,9 +150,9 @@ impl Manager {
         if let Some(TakingUp::Again { token_sha256 }) = self.taking_up.borrow().get(&id) {
             return Some(Saved::There(There { token_sha256: token_sha256.clone() }));
         }
-        match self.checkpoints.as_ref()?.look(id).await {
+        match self.checkpoints.as_ref()?.leases.look(id).await {
             Ok(stored) => stored.map(|stored| Saved::There(There { token_sha256: Checkpoints::token_sha256(&stored).to_owned() })),
-            Err(error) => Some(Saved::Unreadable(error.to_string())),
+            Err(error) => Some(Saved::Unreadable(error)),
         }
     }
 
@@ -188,7 +190,7 @@ impl Manager {
         }
         let begun = Instant::now();
         let _busy = self.pool.busy();
-        let looked = checkpoints.look(id).await.map_err(|error| ArriveError::Failed(error.to_string()))?;
+        let looked = checkpoints.leases.look(id).await?;
         let Some(stored) = looked else { return Err(not_found()) };
         let ahead = self.look_ahead(&checkpoints, id, &stored).await?.map_or(Ahead::Nothing, |ready| Ahead::Here(Box::new(ready)));
         let ahead = Arc::new(Mutex::new(ahead));
@@ -246,7 +248,7 @@ impl Manager {
         let record = &stored.record;
         let (None, None, Some(name)) = (&record.owner, &record.tombstone, record.latest) else { return Ok(None) };
         if self.slots.available_permits() == 0 {
-            return Err(ArriveError::Failed(self.full()));
+            return Err(ArriveError::Later(ErrorCode::NoCapacity, self.full()));
         }
         let why = match self.get_ready(checkpoints, id, name, Checkpoints::token_sha256(stored), Hurry::Somebody).await {
             Ok(ready) => return Ok(Some(ready)),
@@ -498,6 +500,19 @@ pub(super) fn not_held(sought: &Sought) -> ArriveError {
             ArriveError::Failed("The instance that has the sandbox neither hands it over nor answers. Try again later.".to_owned())
         }
         Sought::GivenUp => ArriveError::Failed("Nobody waits for it any longer.".to_owned()),
-        Sought::Unavailable(why) => ArriveError::Failed(format!("The volume does not answer: {why}. Try again later.")),
+        Sought::Unavailable(why) => ArriveError::Later(ErrorCode::VolumeUnavailable, unanswered(why)),
     }
+}
+
+impl From<ReadError> for ArriveError {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::Unavailable(why) => Self::Later(ErrorCode::VolumeUnavailable, unanswered(&why)),
+            ReadError::Bad(bad) => Self::Failed(bad.to_string()),
+        }
+    }
+}
+
+pub(super) fn unanswered(why: &str) -> String {
+    format!("The volume does not answer: {why}. Try again later.")
 }

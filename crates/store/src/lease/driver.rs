@@ -33,6 +33,8 @@ pub(super) struct Driver {
     current: Option<Stored>,
     tenure: Tenure,
     attempt: Option<Attempt>,
+    /// Since when no record is seen.
+    missing_since: Option<Moment>,
     pending: VecDeque<Command>,
     commands: mpsc::Receiver<Command>,
     changes: Changes,
@@ -74,6 +76,7 @@ impl Leases {
             current,
             tenure,
             attempt: None,
+            missing_since: None,
             pending: VecDeque::new(),
             commands,
             changes,
@@ -174,8 +177,14 @@ impl Driver {
         let swapped = self.request(async move { records.swap(id, &base, &next).await }).await;
         match swapped {
             Some(Ok(stored)) => self.succeeded(&attempt, stored),
+            Some(Err(SwapError::Conflict(Some(there)))) if there.is(&attempt.base) => {
+                // Nobody has changed it: what refused was something else, or knows this version by another name.
+                self.missing_since = None;
+                self.attempt = Some(Attempt { base: *there, ..attempt });
+                Flow::Wait(self.leases.terms.retry)
+            }
             Some(Err(SwapError::Conflict(Some(there)))) => self.settle(attempt, *there),
-            Some(Err(SwapError::Conflict(None))) => self.lost(LostReason::Removed),
+            Some(Err(SwapError::Conflict(None))) => self.missing(Some(attempt)),
             Some(Err(SwapError::Unavailable(_) | SwapError::Bad(_))) => Flow::Wait(self.leases.terms.retry),
             Some(Err(SwapError::Unknown(_))) | None => self.ask_about(attempt).await,
         }
@@ -186,6 +195,7 @@ impl Driver {
         let (records, id) = (Arc::clone(&self.leases.records), self.id);
         match self.request(async move { records.read(id).await }).await {
             Some(Ok(Some(there))) if there.is(&attempt.base) => {
+                self.missing_since = None;
                 // It may still come. Repeated as it is, it can take effect only once.
                 self.attempt = Some(attempt);
                 Flow::Wait(self.leases.terms.retry)
@@ -195,12 +205,24 @@ impl Driver {
                 Flow::Wait(self.leases.terms.retry)
             }
             Some(Ok(Some(there))) => self.settle(attempt, there),
-            Some(Ok(None)) => self.lost(LostReason::Removed),
+            Some(Ok(None)) => self.missing(Some(attempt)),
             Some(Err(_)) | None => {
                 self.attempt = Some(attempt);
                 Flow::Wait(self.leases.terms.retry)
             }
         }
+    }
+
+    /// Nobody removes the record of a sandbox that somebody holds. Whoever sees none may be shown something else than the volume, so that this is believed
+    /// only of what stays so for as long as a lease lasts. Meanwhile its holder stops in time, like every other that could not renew.
+    fn missing(&mut self, attempt: Option<Attempt>) -> Flow {
+        let now = self.now();
+        let since = *self.missing_since.get_or_insert(now);
+        if now >= since + self.leases.terms.lease {
+            return self.lost(LostReason::Removed);
+        }
+        self.attempt = attempt;
+        Flow::Wait(self.leases.terms.retry)
     }
 
     fn settle(&mut self, attempt: Attempt, there: Stored) -> Flow {
@@ -222,6 +244,7 @@ impl Driver {
         if !held {
             return self.released();
         }
+        self.missing_since = None;
         self.current = Some(stored.clone());
         self.show(&stored);
         self.note_time();
@@ -237,7 +260,7 @@ impl Driver {
                 let known = self.current.as_ref().map_or(0, |current| current.record.sequence);
                 if there.record.sequence < known { Flow::Go } else { self.adopt(there) }
             }
-            Some(Ok(None)) => self.lost(LostReason::Removed),
+            Some(Ok(None)) => self.missing(None),
             Some(Err(_)) | None => Flow::Wait(self.leases.terms.retry),
         }
     }
@@ -249,6 +272,7 @@ impl Driver {
             return self.not_held(&there);
         }
         self.pending.retain_mut(|command| !command.settled_by(&there.record));
+        self.missing_since = None;
         self.show(&there);
         self.current = Some(there);
         Flow::Go

@@ -13,6 +13,7 @@ use sandboxer_protocol::SandboxId;
 
 use super::bell::Bells;
 use super::{BadRecord, Changes, Codec, InstanceId, MAX_RECORD_BYTES, ReadError, Record, RecordStore, Stored, SwapError, Tag};
+use crate::bucket::{Attested, Evidence};
 use crate::layout;
 
 /// What telling an owner may add to a swap.
@@ -35,6 +36,15 @@ impl BucketRecords {
         Self { reading, writing, bells, codec }
     }
 
+    /// That a record is not there is believed on this evidence only. Bells are hints, and looked at too often for it.
+    #[must_use]
+    pub(crate) fn attested_by(mut self, evidence: Evidence) -> Self {
+        // Whoever asks knows for how long to ask again.
+        let attested = |store| Arc::new(Attested::new(store, evidence, Duration::ZERO));
+        (self.reading, self.writing) = (attested(self.reading), attested(self.writing));
+        self
+    }
+
     async fn put(&self, id: SandboxId, record: &Record, mode: PutMode) -> Result<Stored, SwapError> {
         let bytes = Bytes::from(self.codec.encode(id, record)?);
         let error = match self.writing.put_opts(&layout::record(id), bytes.into(), PutOptions::from(mode)).await {
@@ -55,8 +65,8 @@ impl BucketRecords {
         match self.read(id).await {
             Ok(there) => Err(SwapError::Conflict(there.map(Box::new))),
             Err(ReadError::Bad(bad)) => Err(SwapError::Bad(bad)),
-            // That it was not written is known, and nothing else.
-            Err(ReadError::Unavailable(why)) => Err(SwapError::Unavailable(why)),
+            // It may be there by an earlier request whose answer was lost.
+            Err(ReadError::Unavailable(why)) => Err(SwapError::Unknown(why)),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Records in memory: for the simulator, and for tests that want a store to fail in a certain way.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     ops::Bound,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -36,6 +36,8 @@ struct Entry {
 #[derive(Debug, Default)]
 struct State {
     entries: BTreeMap<SandboxId, Entry>,
+    /// Not to be seen.
+    hidden: BTreeSet<SandboxId>,
     faults: VecDeque<RecordFault>,
 }
 
@@ -51,6 +53,16 @@ impl MemoryRecords {
 
     pub fn read_now(&self, id: SandboxId) -> Option<Stored> {
         self.state().entries.get(&id).and_then(|entry| entry.stored.clone())
+    }
+
+    /// Until this is dropped, requests find no such record, as those do that something else than the volume answers.
+    pub fn hide(self: &Arc<Self>, id: SandboxId) -> Hidden {
+        self.state().hidden.insert(id);
+        Hidden { records: Arc::clone(self), id }
+    }
+
+    fn is_hidden(&self, id: SandboxId) -> bool {
+        self.state().hidden.contains(&id)
     }
 
     /// # Errors
@@ -116,6 +128,19 @@ impl MemoryRecords {
     }
 }
 
+/// A record that is not to be seen.
+#[derive(Debug)]
+pub struct Hidden {
+    records: Arc<MemoryRecords>,
+    id: SandboxId,
+}
+
+impl Drop for Hidden {
+    fn drop(&mut self) {
+        self.records.state().hidden.remove(&self.id);
+    }
+}
+
 #[async_trait]
 impl RecordStore for MemoryRecords {
     async fn read(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
@@ -123,6 +148,7 @@ impl RecordStore for MemoryRecords {
             Some(RecordFault::LostRequest | RecordFault::LostReply | RecordFault::Unavailable) => {
                 Err(ReadError::Unavailable("injected".to_owned()))
             }
+            _ if self.is_hidden(id) => Ok(None),
             _ => Ok(self.read_now(id)),
         }
     }
@@ -132,6 +158,9 @@ impl RecordStore for MemoryRecords {
     }
 
     async fn swap(&self, id: SandboxId, expected: &Stored, next: &Record) -> Result<Stored, SwapError> {
+        if self.is_hidden(id) {
+            return Err(SwapError::Conflict(None));
+        }
         self.write(|| self.swap_now(id, Some(expected), next)).await
     }
 

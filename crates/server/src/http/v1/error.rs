@@ -97,6 +97,7 @@ impl ApiError {
             | ErrorCode::SnapshotFailed
             | ErrorCode::FilesystemSnapshotFailed
             | ErrorCode::RestoreFailed
+            | ErrorCode::VolumeUnavailable
             | ErrorCode::Internal => StatusCode::SERVICE_UNAVAILABLE,
             ErrorCode::CheckpointNotConfigured
             | ErrorCode::SnapshotsNotConfigured

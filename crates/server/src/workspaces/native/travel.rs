@@ -48,6 +48,7 @@ impl From<ArriveError> for NativeError {
             ArriveError::InUse => Self::InUse,
             ArriveError::HandoffInProgress => Self::NotReady("is being handed to another instance"),
             ArriveError::NotYet => Self::NotReady("is not yet reached by this server, which was restarted"),
+            ArriveError::Later(code, why) => Self::Because(code, why),
             ArriveError::Failed(why) => Self::Because(ErrorCode::RestoreFailed, why),
         }
     }
