@@ -1,6 +1,7 @@
 //! All sandboxes of this server: making them, finding them, taking them up again, bringing them from the volume, ending them.
 
 mod arrive;
+mod bury;
 mod copies;
 mod fork;
 mod go_back;
@@ -50,6 +51,7 @@ use tracing::{Instrument as _, info, info_span, warn};
 
 pub(crate) use self::{
     arrive::{ArriveError, Arrived, Restorer, Saved},
+    bury::Buried,
     rollback::{Going, RolledBack, Roller},
     view::{InstanceView, Served},
 };
