@@ -5,6 +5,7 @@ mod executions;
 mod filesystems;
 mod transfers;
 mod travel;
+mod turns;
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,7 +17,7 @@ use sandboxer_protocol::{
 use sandboxer_store::SnapshotId;
 use serde_json::{Map, Value};
 use tokio::{
-    sync::{Semaphore, mpsc, watch},
+    sync::{mpsc, watch},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -27,7 +28,7 @@ pub(crate) use self::{
     transfers::{Broken, Going},
     travel::NativeError,
 };
-
+use self::turns::Turns;
 use crate::{
     manager::{ArriveError, Buried, CreateError, Handle, InstanceView, Manager},
     sandbox::{
@@ -37,8 +38,11 @@ use crate::{
     settings::Settings,
 };
 
-/// What is done with single files at once in all sandboxes: each may hold some MiB here.
+/// What is done with single files at once in all sandboxes of an API key, and twice as much in all. Content that passes through may hold some MiB here; what is
+/// only asked for, or watched, next to nothing.
 const MAX_TRANSFERS: usize = 128;
+const MAX_FILE_ASKS: usize = 128;
+const MAX_WATCHES: usize = 512;
 /// How long the end of a sandbox may take.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
@@ -92,13 +96,15 @@ impl From<ArriveError> for NotDeleted {
 #[derive(Clone)]
 pub(crate) struct Native {
     manager: Arc<Manager>,
-    /// Turns for single files.
-    transfers: Arc<Semaphore>,
+    /// Turns for single files, by what is done: what takes long keeps nobody from what is done at once.
+    transfers: Turns,
+    file_asks: Turns,
+    watches: Turns,
 }
 
 impl Native {
     pub(crate) fn new(manager: Arc<Manager>) -> Self {
-        Self { manager, transfers: Arc::new(Semaphore::new(MAX_TRANSFERS)) }
+        Self { manager, transfers: Turns::new(MAX_TRANSFERS), file_asks: Turns::new(MAX_FILE_ASKS), watches: Turns::new(MAX_WATCHES) }
     }
 
     pub(crate) fn settings(&self) -> &Settings {
