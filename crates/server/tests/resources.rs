@@ -94,12 +94,14 @@ impl Ground {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("volume")).unwrap();
-        std::fs::write(dir.path().join("image"), "an image").unwrap();
-        Self(dir)
+        let ground = Self(dir);
+        std::fs::write(ground.image(), "an image").unwrap();
+        ground
     }
 
+    /// It is named by its digest, as all are.
     fn image(&self) -> PathBuf {
-        self.0.path().join("image")
+        self.0.path().join("a5df3fde7b200c3fa2791144c7e05c5c2bced4c6ad863d3a4cf76c972c1712f9.erofs")
     }
 
     async fn serve(&self, name: &str) -> Running {
