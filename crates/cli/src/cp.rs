@@ -2,7 +2,7 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    fs::{self, File, Metadata},
+    fs::{self, File, Metadata, OpenOptions},
     io::{self, IsTerminal as _},
     os::unix::{ffi::OsStrExt as _, fs::MetadataExt as _},
     path::{Path, PathBuf},
@@ -176,26 +176,59 @@ fn out_of(ask: &Ask, files: &Files, there: &There, to: &Path) -> Result<Value> {
     }
 }
 
-/// Under its name only when it is whole.
-fn write(ask: &Ask, files: &Files, there: &There, found: &FileInfo, target: &Path) -> Result<()> {
-    let mut part = target.as_os_str().to_owned();
-    part.push(".part");
-    let part = PathBuf::from(part);
-    let opened = File::create(&part).with_context(|| format!("write {}", part.display()))?;
+/// Where what comes out of a sandbox goes.
+enum Target {
+    /// A device or a FIFO: it is written into, and stays what it is.
+    Into(File),
+    /// A file: until it is whole it has another name, which nobody else has, and is private.
+    File { part: tempfile::NamedTempFile, path: PathBuf },
+}
+
+impl Target {
+    /// A link is followed, as `cp` does.
+    fn open(to: &Path) -> Result<Self> {
+        let context = || format!("write {}", to.display());
+        let path = match fs::symlink_metadata(to) {
+            Ok(about) if about.is_symlink() => fs::canonicalize(to).with_context(context)?,
+            _ => to.to_owned(),
+        };
+        match fs::metadata(&path) {
+            Ok(about) if about.is_dir() => bail!("{} is a directory", to.display()),
+            Ok(about) if !about.is_file() => {
+                return Ok(Self::Into(OpenOptions::new().write(true).open(&path).with_context(context)?));
+            }
+            _ => {}
+        }
+        let beside = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let part = tempfile::Builder::new().prefix(".sandboxer-cp-").tempfile_in(beside).with_context(context)?;
+        Ok(Self::File { part, path })
+    }
+
+    fn writer(&self) -> io::Result<File> {
+        match self {
+            Self::Into(file) => file.try_clone(),
+            Self::File { part, .. } => part.as_file().try_clone(),
+        }
+    }
+
+    /// All of it was written.
+    fn finish(self, mode: u32) -> Result<()> {
+        let Self::File { part, path } = self else { return Ok(()) };
+        part.as_file().set_permissions(std::os::unix::fs::PermissionsExt::from_mode(mode))?;
+        part.persist(&path).with_context(|| format!("write {}", path.display()))?;
+        Ok(())
+    }
+}
+
+/// Under its name only when it is whole. What was not is removed.
+fn write(ask: &Ask, files: &Files, there: &There, found: &FileInfo, to: &Path) -> Result<()> {
+    let target = Target::open(to)?;
     let bar = bar(found.size);
-    let mut writer = bar.wrap_async_write(tokio::fs::File::from_std(opened));
+    let mut writer = bar.wrap_async_write(tokio::fs::File::from_std(target.writer()?));
     let written = wait(ask, async |_| files.read_into(&there.path, &mut writer).await);
     bar.finish_and_clear();
-    let finish = || -> Result<()> {
-        let mode = u32::from_str_radix(&found.mode, 8).unwrap_or(0o644) & 0o777;
-        fs::set_permissions(&part, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
-        fs::rename(&part, target).with_context(|| format!("write {}", target.display()))
-    };
-    let done = written.and_then(|()| finish());
-    if done.is_err() {
-        let _ = fs::remove_file(&part);
-    }
-    done
+    written?;
+    target.finish(u32::from_str_radix(&found.mode, 8).unwrap_or(0o644) & 0o777)
 }
 
 /// On a terminal only.
@@ -213,7 +246,71 @@ fn bar(bytes: u64) -> ProgressBar {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use super::*;
+
+    fn put(to: &Path, content: &[u8], mode: u32) -> Result<()> {
+        let target = Target::open(to)?;
+        target.writer()?.write_all(content)?;
+        target.finish(mode)
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_has_its_name_when_it_is_whole_and_is_private_until_then() {
+        let dir = tempfile::tempdir().unwrap();
+        let (to, part) = (dir.path().join("f"), dir.path().join("f.part"));
+        fs::write(&part, "of the user").unwrap();
+        let target = Target::open(&to).unwrap();
+        target.writer().unwrap().write_all(b"half").unwrap();
+        let hidden = names(dir.path()).into_iter().find(|name| name != "f.part").unwrap();
+        assert!(hidden.starts_with('.') && !to.exists(), "{hidden}");
+        assert_eq!(fs::metadata(dir.path().join(hidden)).unwrap().mode() & 0o777, 0o600);
+        drop(target);
+        assert_eq!(names(dir.path()), ["f.part"], "nothing is left of what was not whole");
+        put(&to, b"whole", 0o640).unwrap();
+        assert_eq!((fs::read(&to).unwrap().as_slice(), fs::metadata(&to).unwrap().mode() & 0o777), (&b"whole"[..], 0o640));
+        assert_eq!(fs::read(part).unwrap(), b"of the user");
+    }
+
+    #[test]
+    fn what_is_no_file_is_written_into_and_stays_what_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let reader = std::thread::spawn({
+            let fifo = fifo.clone();
+            move || fs::read(fifo).unwrap()
+        });
+        put(&fifo, b"through", 0o644).unwrap();
+        assert_eq!(reader.join().unwrap(), b"through");
+        assert!(!fs::metadata(&fifo).unwrap().is_file());
+        let null = dir.path().join("null");
+        std::os::unix::fs::symlink("/dev/null", &null).unwrap();
+        put(&null, b"nothing", 0o644).unwrap();
+        assert!(fs::symlink_metadata(&null).unwrap().is_symlink() && !fs::metadata("/dev/null").unwrap().is_file());
+        assert_eq!(names(dir.path()), ["fifo", "null"]);
+        assert!(put(dir.path(), b"", 0o644).is_err());
+    }
+
+    #[test]
+    fn a_link_is_followed_and_one_that_leads_nowhere_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+        std::os::unix::fs::symlink("real", &link).unwrap();
+        assert!(put(&link, b"x", 0o644).is_err());
+        fs::write(&real, "old").unwrap();
+        put(&link, b"new", 0o644).unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(fs::read(&real).unwrap(), b"new");
+        assert_eq!(names(dir.path()), ["link", "real"]);
+    }
 
     #[test]
     fn what_is_in_a_sandbox_is_told_from_what_is_not() {

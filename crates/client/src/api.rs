@@ -9,12 +9,13 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full, Limited, combinators::BoxBody};
 use hyper::{
     Method, Request, Response, StatusCode,
-    body::Incoming,
+    body::{Body, Frame, Incoming},
     client::conn::http1,
     header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue},
 };
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
+use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
@@ -27,6 +28,12 @@ use crate::{Address, Connection, Error, route::Addresses};
 const MAX_ANSWER_BYTES: usize = 64 * 1024 * 1024;
 /// How long an answer may take: the server works until what was asked for is done.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2 * 3600);
+/// After how long the kernel asks a silent server whether its machine is there, and how often before it gives it up: a work may take hours without a word.
+const KEEPALIVE_AFTER: Duration = Duration::from_secs(15);
+const KEEPALIVE_EVERY: Duration = Duration::from_secs(10);
+const KEEPALIVE_TRIES: u32 = 4;
+/// How long a server may pause in the middle of an answer: a little more than after which it gives up what does not move.
+const NEXT_PIECE_WITHIN: Duration = Duration::from_secs(330);
 
 /// What is sent with a request.
 type Sent = BoxBody<Bytes, std::io::Error>;
@@ -115,6 +122,7 @@ impl Api {
             match timeout(self.connect_timeout, TcpStream::connect(address.socket())).await {
                 Ok(Ok(tcp)) => {
                     self.addresses.answered(index);
+                    stay_awake(&tcp);
                     return Ok((tcp, address));
                 }
                 Ok(Err(error)) => failed.push(format!("connecting to {address}: {error}")),
@@ -189,6 +197,30 @@ impl Api {
     }
 }
 
+/// A server whose machine has gone says nothing. Where it can't be set, it is only noticed later.
+fn stay_awake(tcp: &TcpStream) {
+    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_AFTER).with_interval(KEEPALIVE_EVERY).with_retries(KEEPALIVE_TRIES);
+    let _ = SockRef::from(tcp).set_tcp_keepalive(&keepalive);
+}
+
+/// The next piece of an answer; none: that was all.
+async fn next_piece<B>(body: &mut B) -> Result<Option<Bytes>, String>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: std::fmt::Display,
+{
+    loop {
+        let frame = timeout(NEXT_PIECE_WITHIN, body.frame()).await;
+        let frame = frame.map_err(|_| format!("nothing came for {} s", NEXT_PIECE_WITHIN.as_secs()))?;
+        match frame.transpose().map_err(|error| error.to_string())?.map(Frame::into_data) {
+            None => return Ok(None),
+            Some(Ok(data)) => return Ok(Some(data)),
+            // Trailers, of which nothing is wanted.
+            Some(Err(_)) => {}
+        }
+    }
+}
+
 impl Answer {
     /// The object.
     ///
@@ -218,4 +250,35 @@ async fn tls(host: &str, tcp: TcpStream) -> Result<impl AsyncRead + AsyncWrite +
 #[cfg(not(feature = "tls"))]
 async fn tls(_host: &str, _tcp: TcpStream) -> Result<TcpStream, String> {
     Err("this client was built without TLS".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::{StreamExt as _, stream};
+    use http_body_util::StreamBody;
+    use tokio::{net::TcpListener, time::Instant};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_that_stops_in_the_middle_is_given_up() {
+        let pieces = stream::iter([Ok::<_, std::io::Error>(Frame::data(Bytes::from_static(b"half")))]).chain(stream::pending());
+        let mut body = StreamBody::new(pieces);
+        assert_eq!(next_piece(&mut body).await.unwrap().unwrap(), "half");
+        let begun = Instant::now();
+        assert!(next_piece(&mut body).await.unwrap_err().contains("nothing came"));
+        assert!(begun.elapsed() >= NEXT_PIECE_WITHIN);
+    }
+
+    #[tokio::test]
+    async fn a_server_whose_machine_is_gone_is_noticed_however_long_its_answer_may_take() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let api = Api::new(&address, &Connection::default()).unwrap();
+        let (tcp, _) = api.connect().await.unwrap();
+        let socket = SockRef::from(&tcp);
+        assert!(socket.keepalive().unwrap());
+        let within = socket.tcp_keepalive_time().unwrap() + socket.tcp_keepalive_interval().unwrap() * socket.tcp_keepalive_retries().unwrap();
+        assert!(within <= Duration::from_secs(60), "{within:?}");
+    }
 }

@@ -4,7 +4,7 @@
 
 use std::{fs, path::Path};
 
-use sandboxer_e2e::{Incoming, Options, Server, Talk, User, Volume, Ws};
+use sandboxer_e2e::{Cli, Incoming, Options, Server, Talk, User, Volume, Ws};
 use serde_json::json;
 
 /// What is brought to life before a save, and must be alive after it.
@@ -381,4 +381,49 @@ async fn an_instance_without_the_image_fetches_it_from_the_volume() {
         .start();
     let (mut ws, _) = Ws::restore(&b, &id).await;
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");
+}
+
+#[tokio::test]
+async fn a_saved_sandbox_that_is_deleted_is_gone_for_everybody() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let cli = Cli::new(&b);
+    let mut deleted = Vec::new();
+    for by_command in [false, true] {
+        let mut ws = Ws::create_kept(&a).await;
+        let _ = ws.bash("echo kept > f").await.ok();
+        let id = ws.checkpoint().await;
+        let path = format!("/v1/sandboxes/{id}");
+        assert_eq!(a.found(None, &path)["status"], "saved");
+        if by_command {
+            cli.ok(["rm", &id]);
+        } else {
+            assert_eq!(a.api(None, "DELETE", &path, &json!(null)).0, 204);
+        }
+        deleted.push(id);
+    }
+    for (server, id) in [&a, &b].into_iter().flat_map(|server| deleted.iter().map(move |id| (server, id))) {
+        assert_eq!(server.get(&format!("/v1/sandboxes/{id}")).status, 404);
+        assert_eq!(server.api(None, "DELETE", &format!("/v1/sandboxes/{id}"), &json!(null)).0, 404);
+        let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
+        ws.expect_status("SANDBOX_RESTORING").await;
+        let told = ws.expect_status("SANDBOX_NOT_FOUND").await;
+        assert!(told["message"].as_str().unwrap().contains("deleted by its owner"), "{told}");
+    }
+    assert!(volume.record(&deleted[0])["tombstone"].is_object());
+    assert!(cli.fails(1, ["rm", &deleted[1]]).contains("no such sandbox"));
+}
+
+#[tokio::test]
+async fn what_another_instance_runs_without_a_client_is_deleted_by_way_of_it() {
+    let volume = Volume::default();
+    let (a, b) = (volume.serve(), volume.serve());
+    let id = Ws::create_kept(&a).await.checkpoint().await;
+    let (ws, _) = Ws::restore(&a, &id).await;
+    ws.close().await;
+    assert_eq!(b.api(None, "DELETE", &format!("/v1/sandboxes/{id}"), &json!(null)).0, 204);
+    sandboxer_e2e::eventually("it runs no longer", sandboxer_e2e::DEADLINE, || a.sandbox_processes().is_empty()).await;
+    for server in [&a, &b] {
+        assert_eq!(server.get(&format!("/v1/sandboxes/{id}")).status, 404);
+    }
 }

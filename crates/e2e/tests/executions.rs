@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::time::Duration;
+use std::{io::Write as _, net::TcpStream, time::Duration};
 
-use sandboxer_e2e::{Ws, http, shared};
+use sandboxer_e2e::{DEADLINE, Ws, eventually, http, shared};
 use serde_json::{Value, json};
 
 fn run(id: &str, body: &Value) -> (u16, Value) {
@@ -86,4 +86,31 @@ async fn an_execution_is_told_as_it_happens_and_an_attached_client_keeps_its_san
     let said =
         |name: &str| events.iter().filter(|(event, _)| event == name).map(|(_, data)| data["data"].as_str().unwrap()).collect::<String>();
     assert_eq!((said("stdout"), said("stderr")), ("one\n".to_owned(), "two\n".to_owned()));
+}
+
+#[tokio::test]
+async fn an_execution_that_its_caller_has_left_keeps_nobody_out() {
+    let server = shared();
+    for more in ["", "Idempotency-Key: abandoned\r\n"] {
+        let id = server.made(None, "/v1/sandboxes", &json!({}))["id"].as_str().unwrap().to_owned();
+        let body = json!({"language": "bash", "code": "touch /root/up; sleep infinity"}).to_string();
+        let mut caller = TcpStream::connect(server.address()).unwrap();
+        write!(
+            caller,
+            "POST /v1/sandboxes/{id}/executions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{more}\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        let up = format!("/v1/sandboxes/{id}/files/stat?path=/root/up");
+        eventually("the program runs", DEADLINE, || server.get(&up).status == 200).await;
+        let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
+        ws.expect_status("SANDBOX_IN_USE").await;
+        // As after Ctrl-C.
+        drop(caller);
+        let mut ws = Ws::attach(server, &id).await;
+        ws.send(json!({"action": "kill_process"})).await;
+        ws.expect_status("SANDBOX_EXECUTION_FORCE_KILLED").await;
+        ws.expect_status("SANDBOX_EXECUTION_DONE").await;
+        assert_eq!(ws.bash("echo mine").await.ok(), "mine\n");
+    }
 }

@@ -401,6 +401,13 @@ impl Checkpoints {
         self.volume.put_metadata(id, &metadata).await
     }
 
+    /// Says where people look that a sandbox is gone.
+    pub(crate) async fn describe_killed(&self, id: SandboxId) -> Result<(), Error> {
+        let mut metadata = self.volume.metadata(id).await?;
+        metadata.status = SandboxStatus::Killed;
+        self.volume.put_metadata(id, &metadata).await
+    }
+
     /// Brings the copies up to date that people and tools read.
     pub(crate) async fn describe(&self, record: &Record, status: SandboxStatus, latest: Option<CheckpointName>) -> Result<(), Error> {
         if let Some(name) = latest {

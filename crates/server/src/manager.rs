@@ -1,6 +1,7 @@
 //! All sandboxes of this server: making them, finding them, taking them up again, bringing them from the volume, ending them.
 
 mod arrive;
+mod bury;
 mod copies;
 mod fork;
 mod go_back;
@@ -56,6 +57,7 @@ use self::{
 };
 pub(crate) use self::{
     arrive::{ArriveError, Arrived, Restorer, Saved},
+    bury::Buried,
     rollback::{Going, RolledBack, Roller},
     view::{InstanceView, Served},
 };

@@ -11,7 +11,7 @@ use tokio::{
 };
 use tokio_util::io::ReaderStream;
 
-use super::{Answer, Api};
+use super::{Answer, Api, next_piece};
 use crate::Error;
 
 const TAR: &str = "application/x-tar";
@@ -38,10 +38,8 @@ impl Api {
             return self.answer(response).await;
         }
         let mut body = response.into_body();
-        while let Some(frame) = body.frame().await {
-            if let Ok(data) = frame.map_err(|error| self.cut(error))?.into_data()
-                && into.send(data).await.is_err()
-            {
+        while let Some(data) = next_piece(&mut body).await.map_err(|why| self.cut(why))? {
+            if into.send(data).await.is_err() {
                 break;
             }
         }
@@ -60,10 +58,8 @@ impl Api {
             return self.answer(response).await;
         }
         let mut body = response.into_body();
-        while let Some(frame) = body.frame().await {
-            if let Ok(data) = frame.map_err(|error| self.cut(error))?.into_data() {
-                into.write_all(&data).await.map_err(|error| Error::invalid(format!("What the server sends can't be written: {error}")))?;
-            }
+        while let Some(data) = next_piece(&mut body).await.map_err(|why| self.cut(why))? {
+            into.write_all(&data).await.map_err(|error| Error::invalid(format!("What the server sends can't be written: {error}")))?;
         }
         into.flush().await.map_err(|error| Error::invalid(format!("What the server sends can't be written: {error}")))?;
         Ok(Answer { status: status.as_u16(), body: Value::Null })

@@ -30,7 +30,7 @@ const CREDIT_STEP_BYTES: u64 = FILE_CREDIT_BYTES / 8;
 /// A piece smaller than this is copied: it would keep all of the buffer that it was read into.
 const SMALL_BYTES: usize = 16 * 1024;
 /// How long nothing may move before who asked is given up.
-const STALLED: Duration = Duration::from_secs(300);
+pub(crate) const STALLED: Duration = Duration::from_secs(300);
 
 /// What an agent does with single files: older ones less.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -231,6 +231,9 @@ impl Driver {
             let stalled = !transfer.watches() && transfer.moved + STALLED <= now;
             if stalled {
                 info!(sequence, "a transfer of a file was given up: nothing moved");
+                let message = format!("Nothing moved for {} s, so it was given up.", STALLED.as_secs());
+                // Full: it is cut off then, which says as much.
+                let _ = transfer.order.words.try_send(Word::Failed(NotDone { fault: FileFault::Failed, message, size: None }));
                 if transfer.asked {
                     writer.queue(&ToAgent::FilesCancel { sequence: *sequence });
                 }

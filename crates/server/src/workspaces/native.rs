@@ -5,18 +5,19 @@ mod executions;
 mod filesystems;
 mod transfers;
 mod travel;
+mod turns;
 
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use sandboxer_protocol::{
     SandboxId,
-    client::{CreateConfig, Request},
+    client::{CreateConfig, Request, ServerEvent, Status},
 };
 use sandboxer_store::SnapshotId;
 use serde_json::{Map, Value};
 use tokio::{
-    sync::{Semaphore, mpsc, watch},
+    sync::{mpsc, watch},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -27,18 +28,21 @@ pub(crate) use self::{
     transfers::{Broken, Going},
     travel::NativeError,
 };
-
+use self::turns::Turns;
 use crate::{
-    manager::{CreateError, Handle, InstanceView, Manager},
+    manager::{ArriveError, Buried, CreateError, Handle, InstanceView, Manager},
     sandbox::{
-        client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES},
+        client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
         driver::Attachment,
     },
     settings::Settings,
 };
 
-/// What is done with single files at once in all sandboxes: each may hold some MiB here.
+/// What is done with single files at once in all sandboxes of an API key, and twice as much in all. Content that passes through may hold some MiB here; what is
+/// only asked for, or watched, next to nothing.
 const MAX_TRANSFERS: usize = 128;
+const MAX_FILE_ASKS: usize = 128;
+const MAX_WATCHES: usize = 512;
 /// How long the end of a sandbox may take.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
@@ -69,22 +73,39 @@ impl From<&Handle> for NativeSandbox {
 }
 
 /// Why one was not deleted.
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) enum NotDeleted {
     NotFound,
     InUse,
-    TooLong,
+    /// It is on its way to another instance.
+    HandedOver,
+    NotNow(String),
+}
+
+impl From<ArriveError> for NotDeleted {
+    fn from(error: ArriveError) -> Self {
+        match error {
+            ArriveError::NotFound(_) => Self::NotFound,
+            ArriveError::InUse => Self::InUse,
+            ArriveError::HandoffInProgress => Self::HandedOver,
+            ArriveError::NotYet => Self::NotNow("The server was restarted, and does not reach the sandbox yet. Try again in a moment.".to_owned()),
+            ArriveError::Later(_, why) | ArriveError::Failed(why) => Self::NotNow(why),
+        }
+    }
 }
 
 #[derive(Clone)]
 pub(crate) struct Native {
     manager: Arc<Manager>,
-    /// Turns for single files.
-    transfers: Arc<Semaphore>,
+    /// Turns for single files, by what is done: what takes long keeps nobody from what is done at once.
+    transfers: Turns,
+    file_asks: Turns,
+    watches: Turns,
 }
 
 impl Native {
     pub(crate) fn new(manager: Arc<Manager>) -> Self {
-        Self { manager, transfers: Arc::new(Semaphore::new(MAX_TRANSFERS)) }
+        Self { manager, transfers: Turns::new(MAX_TRANSFERS), file_asks: Turns::new(MAX_FILE_ASKS), watches: Turns::new(MAX_WATCHES) }
     }
 
     pub(crate) fn settings(&self) -> &Settings {
@@ -135,28 +156,67 @@ impl Native {
         all.iter().map(NativeSandbox::from).collect()
     }
 
-    /// Ends one that nobody is attached to, as a client of it would.
+    /// Ends one that nobody is attached to, wherever it is: as a client of it would in memory, and else on the volume. Nobody can have it afterwards.
     pub(crate) async fn delete(&self, id: SandboxId, owner: Option<&str>) -> Result<(), NotDeleted> {
-        let handle = self.visible(id, owner).await.ok_or(NotDeleted::NotFound)?;
-        let (to_driver, incoming) = mpsc::channel(INCOMING_REQUESTS);
-        let (to_client, mut outgoing) = mpsc::channel(OUTGOING_MESSAGES);
-        let (_pong, pongs) = watch::channel(Bytes::new());
-        let closing = CancellationToken::new();
-        let port = ClientPort { incoming, pongs, outgoing: to_client, _closing: closing.drop_guard() };
-        match handle.attach(port, vec![handle.running()]).await {
-            None => return Ok(()),
-            Some(Attachment::InUse) => return Err(NotDeleted::InUse),
-            Some(Attachment::Attached) => {}
-        }
-        let kill = Incoming { message: FromClient::Request(Request::KillSandbox), _room: None };
-        let ending = async {
-            // One that ends by itself is what is wanted.
-            let _ = to_driver.send(kill).await;
-            while outgoing.recv().await.is_some() {}
-            handle.gone().await;
-        };
-        timeout(END_WITHIN, ending).await.map_err(|_| NotDeleted::TooLong)
+        let give_up = CancellationToken::new();
+        let _no_longer = give_up.clone().drop_guard();
+        let late = |_| Err(NotDeleted::NotNow("The sandbox does not end. Try again later.".to_owned()));
+        timeout(END_WITHIN, self.end(id, owner, give_up)).await.unwrap_or_else(late)
     }
+
+    async fn end(&self, id: SandboxId, owner: Option<&str>, give_up: CancellationToken) -> Result<(), NotDeleted> {
+        let mut was_here = false;
+        loop {
+            while let Some(handle) = self.visible(id, owner).await {
+                was_here = true;
+                if kill(&handle).await? {
+                    return Ok(());
+                }
+            }
+            match self.manager.bury(id, owner.map(str::to_owned), give_up.clone()).await {
+                Ok(Buried::Gone) => return Ok(()),
+                Ok(Buried::IsHere) => {
+                    if self.visible(id, owner).await.is_none() {
+                        return Err(NotDeleted::NotFound);
+                    }
+                }
+                Err(ArriveError::NotFound(_)) if was_here && self.manager.has_ended(id) => return Ok(()),
+                Err(ArriveError::NotFound(_)) if was_here => {
+                    return Err(NotDeleted::NotNow("The server is restarting, and the sandbox goes on. Try again in a moment.".to_owned()));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// Ends one in memory, as a client of it would. False: it went its own way before that was heard.
+async fn kill(handle: &Handle) -> Result<bool, NotDeleted> {
+    let (to_driver, incoming) = mpsc::channel(INCOMING_REQUESTS);
+    let (to_client, mut outgoing) = mpsc::channel(OUTGOING_MESSAGES);
+    let (_pong, pongs) = watch::channel(Bytes::new());
+    let closing = CancellationToken::new();
+    let port = ClientPort { incoming, pongs, outgoing: to_client, _closing: closing.drop_guard() };
+    match handle.attach(port, vec![handle.running()]).await {
+        None => {
+            // It is being saved, handed over, or left to the next process.
+            handle.gone().await;
+            return Ok(false);
+        }
+        Some(Attachment::InUse) => return Err(NotDeleted::InUse),
+        Some(Attachment::Attached) => {}
+    }
+    let kill = Incoming { message: FromClient::Request(Request::KillSandbox), _room: None };
+    // A driver that has ended says so by what comes.
+    let _ = to_driver.send(kill).await;
+    let mut killed = false;
+    while let Some(message) = outgoing.recv().await {
+        killed |= matches!(&message, Outgoing::Event(ServerEvent::StatusUpdate(update)) if update.status == Status::Killed);
+    }
+    if killed {
+        handle.gone().await;
+    }
+    Ok(killed)
 }
 
 /// The configuration of a sandbox from the fields of a request, and from the inputs of `profile.gvisor`.

@@ -13,7 +13,8 @@ use sandboxer_protocol::{
     client::{Encoding, ErrorCode, ExecuteRequest, Request, ServerEvent, Status, StatusUpdate, put_output},
 };
 use serde::Serialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
+use tokio::sync::watch;
 use utoipa::ToSchema;
 
 use super::{
@@ -60,23 +61,29 @@ pub(super) async fn run(post: Post<Map<String, Value>>) -> Result<Response, ApiE
     if wants_events(&post.headers) {
         let Job { of, asked, .. } = post.job;
         let (execute, input) = parse(asked)?;
-        let watched = begin(&of, execute, input).await?;
+        let watched = begin(&of, execute, input, None).await?;
         let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
         return Ok((headers, told(watched)).into_response());
     }
     let work = |job: Job<Map<String, Value>>| async move {
         let (execute, input) = parse(job.asked)?;
         let encoding = execute.encoding.unwrap_or_default();
-        let watched = begin(&job.of, execute, input).await?;
-        Ok(Answer { status: StatusCode::OK, body: json!(collected(watched, encoding).await?) })
+        let watched = begin(&job.of, execute, input, Some(job.waiting.watched())).await?;
+        Ok(Answer::new(StatusCode::OK, collected(watched, encoding).await?))
     };
-    Ok(post.once(work).await?.into_response())
+    Ok(post.while_waited_for(work).await?.into_response())
 }
 
-async fn begin(of: &Of, execute: ExecuteRequest, input: Option<String>) -> Result<Watched, ApiError> {
+/// `waiting` counts those who wait for it, where it goes on without them.
+async fn begin(
+    of: &Of,
+    execute: ExecuteRequest,
+    input: Option<String>,
+    waiting: Option<watch::Receiver<usize>>,
+) -> Result<Watched, ApiError> {
     let id = sandbox_id(&of.id)?;
     only_gvisor(&of.api, id, of.who()).await?;
-    Ok(of.api.native.execute(id, of.who(), execute, input).await?)
+    Ok(of.api.native.execute(id, of.who(), execute, input, waiting).await?)
 }
 
 /// The request, as on a WebSocket, and what the program gets to read.
@@ -157,7 +164,7 @@ async fn collected(mut watched: Watched, encoding: Encoding) -> Result<Execution
         }
     }
     let Some(done) = done else {
-        let message = "The sandbox was saved, went back or ended meanwhile. Attach to it to see what became of the execution.";
+        let message = "The sandbox was saved, went back, ended or got another client meanwhile. Attach to it to see what became of the execution.";
         return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message));
     };
     let text = |bytes: &[u8]| match encoding {

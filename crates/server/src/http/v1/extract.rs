@@ -10,7 +10,11 @@ use axum::{
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::{Api, ApiError, idempotency::Answer, request};
+use super::{
+    Api, ApiError,
+    idempotency::{Answer, Waiting},
+    request,
+};
 use crate::http::access::Owner;
 
 /// Who asks, and of what: the one part of the address that varies, or nothing.
@@ -61,6 +65,8 @@ pub(super) struct Job<B> {
     pub(super) asked: B,
     /// Who asks does not want to wait for its end.
     pub(super) later: bool,
+    /// Whether somebody waits for it.
+    pub(super) waiting: Waiting,
 }
 
 /// A request for work, with what it takes to do it once only.
@@ -80,7 +86,7 @@ impl<B: DeserializeOwned> FromRequest<Arc<Api>> for Post<B> {
         let fields = request::fields(Bytes::from_request(Request::from_parts(parts, body), api).await)?;
         let fingerprint = format!("{path} {}", Value::Object(fields.clone()));
         let later = request::wants_async(&headers);
-        Ok(Self { job: Job { of, asked: typed(fields)?, later }, headers, fingerprint })
+        Ok(Self { job: Job { of, asked: typed(fields)?, later, waiting: Waiting::default() }, headers, fingerprint })
     }
 }
 
@@ -90,8 +96,21 @@ impl<B> Post<B> {
     where
         F: Future<Output = Result<Answer, ApiError>> + Send + 'static,
     {
-        let (api, owner) = (Arc::clone(&self.job.of.api), self.job.of.owner.clone());
-        api.remembered.once(&self.headers, owner, &self.fingerprint, work(self.job)).await
+        let (api, owner, waiting) = (Arc::clone(&self.job.of.api), self.job.of.owner.clone(), self.job.waiting.clone());
+        api.remembered.once(&self.headers, owner, &self.fingerprint, waiting, work(self.job)).await
+    }
+
+    /// The same, but without an `Idempotency-Key` only for as long as its client is there: nobody else could ever hear of it. The work may be dropped at any
+    /// point of it.
+    pub(super) async fn while_waited_for<F>(self, work: impl FnOnce(Job<B>) -> F) -> Result<Answer, ApiError>
+    where
+        F: Future<Output = Result<Answer, ApiError>> + Send + 'static,
+    {
+        if self.headers.contains_key("idempotency-key") {
+            return self.once(work).await;
+        }
+        let _one = self.job.waiting.one();
+        work(self.job).await
     }
 }
 

@@ -3,7 +3,6 @@
 use axum::http::StatusCode;
 use sandboxer_protocol::agent::signal_number;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use utoipa::ToSchema;
 
 use super::{
@@ -40,7 +39,7 @@ pub(super) async fn kill(post: Post<KillRequest>) -> Result<Answer, ApiError> {
         let signal = job.asked.signal.as_deref().map(number).transpose()?;
         only_gvisor(&of.api, id, of.who()).await?;
         let execution = of.api.native.kill_execution(id, of.who(), signal).await?;
-        Ok(Answer { status: StatusCode::OK, body: json!(KilledExecution { execution_id: execution.to_string() }) })
+        Ok(Answer::new(StatusCode::OK, KilledExecution { execution_id: execution.to_string() }))
     };
     post.once(work).await
 }

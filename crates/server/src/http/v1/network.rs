@@ -2,11 +2,10 @@
 
 use axum::{
     Json,
-    http::{HeaderMap, StatusCode, header},
+    http::{HeaderMap, header},
 };
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 use utoipa::ToSchema;
 
 use super::{
@@ -159,7 +158,7 @@ pub(super) async fn link(post: Post<LinkRequest>) -> Result<Answer, ApiError> {
             None => format!("{scheme}://{host}{path}"),
         };
         let link = PortLink { url, path, sandbox_id: id.to_string(), port, expires_at };
-        Ok(Answer { status: StatusCode::CREATED, body: json!(link) })
+        Ok(Answer::created(link))
     };
     post.once(work).await
 }

@@ -16,7 +16,7 @@ use super::{
     refusals::{Looking, Reading, Working},
     request,
 };
-use crate::workspaces::{self, NotDeleted, Order, is_native};
+use crate::workspaces::{self, NativeError, NotDeleted, Order, is_native};
 
 /// Makes a sandbox. `Prefer: respond-async` is answered with 202 where that takes long; a gVisor sandbox is made at once.
 #[utoipa::path(post, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "create_sandbox", params(request::Asking),
@@ -28,7 +28,7 @@ pub(super) async fn create(post: Post<Map<String, Value>>) -> Result<Answer, Api
 }
 
 async fn make(job: Job<Map<String, Value>>) -> Result<Answer, ApiError> {
-    let Job { of: Of { api, owner, .. }, asked: mut fields, later } = job;
+    let Job { of: Of { api, owner, .. }, asked: mut fields, later, .. } = job;
     let profile = request::take_name::<ProfileName>(&mut fields, "profile")?;
     let inputs = request::take_object(&mut fields, "inputs")?;
     let host = request::take_name(&mut fields, "host")?;
@@ -107,22 +107,27 @@ impl DeleteQuery {
     }
 }
 
-/// Ends a sandbox that nobody is attached to, with everything in it and its checkpoints. Its snapshots stay.
+/// Ends a sandbox that nobody is attached to, with everything in it and its checkpoints, whether it runs or rests on the volume. Its snapshots stay.
 #[utoipa::path(delete, path = "/v1/sandboxes/{id}", tag = "sandboxes", operation_id = "delete_sandbox",
     params(("id" = uuid::Uuid, Path, description = "Of a sandbox"), DeleteQuery),
     responses((status = 204, description = "It is gone"), Working))]
 pub(super) async fn delete(of: Of, Words(query): Words<DeleteQuery>) -> Result<StatusCode, ApiError> {
     let id = sandbox_id(&of.id)?;
-    match of.api.native.delete(id, of.who()).await {
-        Ok(()) => return Ok(StatusCode::NO_CONTENT),
-        Err(NotDeleted::NotFound) => {}
-        Err(NotDeleted::InUse) => return Err(ApiError::in_use()),
-        Err(NotDeleted::TooLong) => {
-            return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_now", "The sandbox does not end. Try again later."));
-        }
+    // One of an extension does not need the volume to answer.
+    if of.api.workspaces.sandbox(id, of.who()).await.is_ok() {
+        of.api.workspaces.delete(id, of.who(), query.force()).await?;
+        return Ok(StatusCode::NO_CONTENT);
     }
-    of.api.workspaces.delete(id, of.who(), query.force()).await?;
-    Ok(StatusCode::NO_CONTENT)
+    match of.api.native.delete(id, of.who()).await {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Err(NotDeleted::NotFound) => {
+            of.api.workspaces.delete(id, of.who(), query.force()).await?;
+            Ok(StatusCode::NO_CONTENT)
+        }
+        Err(NotDeleted::InUse) => Err(ApiError::in_use()),
+        Err(NotDeleted::HandedOver) => Err(NativeError::NotReady("is being handed to another instance").into()),
+        Err(NotDeleted::NotNow(why)) => Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_now", why)),
+    }
 }
 
 /// What is no id is not there.

@@ -38,7 +38,7 @@ pub(super) async fn take(post: Post<SnapshotRequest>) -> Result<Answer, ApiError
 }
 
 async fn make(job: Job<SnapshotRequest>) -> Result<Answer, ApiError> {
-    let Job { of, asked: SnapshotRequest { name }, later } = job;
+    let Job { of, asked: SnapshotRequest { name }, later, .. } = job;
     let id = sandbox_id(&of.id)?;
     if let Some(sandbox) = of.api.native.get(id, of.who()).await {
         if later {
@@ -130,7 +130,7 @@ pub(super) async fn restore(post: Post<RestoreRequest>) -> Result<Answer, ApiErr
 }
 
 async fn bring_back(job: Job<RestoreRequest>) -> Result<Answer, ApiError> {
-    let Job { of, asked: RestoreRequest { inputs, host, count }, later } = job;
+    let Job { of, asked: RestoreRequest { inputs, host, count }, later, .. } = job;
     let (native, id) = (native_id(&of.id), snapshot_id(&of.id)?);
     let order = RestoreOrder { inputs: inputs.unwrap_or_default().into_iter().collect(), host, keep_failed: later };
     let count = count.map(travel::as_count);

@@ -1,4 +1,5 @@
-//! Executions for those who have no WebSocket: for as long as one is watched, who asked for it is the client of the sandbox.
+//! Executions for those who have no WebSocket: for as long as one is watched, who asked for it is the client of the sandbox. As with any other client it
+//! keeps the sandbox only while it is there: where somebody waits for what is collected.
 
 use std::time::Duration;
 
@@ -34,6 +35,10 @@ pub(crate) struct Watched {
     pub(crate) id: ExecutionId,
     outgoing: mpsc::Receiver<Outgoing>,
     pongs: watch::Sender<Bytes>,
+    /// How many wait for what is told; none: whoever reads this does.
+    waiting_for_it: Option<watch::Receiver<usize>>,
+    /// A ping that came while nobody waited.
+    unanswered: Option<Bytes>,
     /// Events that came together.
     waiting: std::collections::VecDeque<ServerEvent>,
     /// It was heard that it runs: what comes from here on is its own.
@@ -54,13 +59,14 @@ impl Native {
         }
     }
 
-    /// Has a sandbox that nobody is attached to run something. `input` is all that it gets to read.
+    /// Has a sandbox that nobody is attached to run something. `input` is all that it gets to read. Dropped at any point, it leaves the sandbox to others.
     pub(crate) async fn execute(
         &self,
         id: SandboxId,
         who: Option<&str>,
         mut execute: ExecuteRequest,
         input: Option<String>,
+        waiting_for_it: Option<watch::Receiver<usize>>,
     ) -> Result<Watched, NativeError> {
         let handle = self.running(id, who).await?;
         let (to_driver, incoming) = mpsc::channel(INCOMING_REQUESTS);
@@ -90,6 +96,8 @@ impl Native {
             id: execution_id,
             outgoing,
             pongs,
+            waiting_for_it,
+            unanswered: None,
             waiting: std::collections::VecDeque::new(),
             begun: false,
             ended: false,
@@ -117,7 +125,15 @@ impl Watched {
                 self.acknowledge().await;
                 return None;
             }
-            match self.outgoing.recv().await? {
+            let message = tokio::select! {
+                biased;
+                message = self.outgoing.recv() => message?,
+                () = somebody(self.waiting_for_it.as_mut()), if self.unanswered.is_some() => {
+                    self.answer_pings();
+                    continue;
+                }
+            };
+            match message {
                 Outgoing::Event(event) => self.waiting.push_back(event),
                 Outgoing::End(events) if self.is_of_another(&events) => {}
                 Outgoing::End(events) => self.waiting.extend(events),
@@ -129,7 +145,8 @@ impl Watched {
                 Outgoing::Output(_) => {}
                 Outgoing::Ping(payload) => {
                     if self.begun {
-                        self.pongs.send_replace(payload);
+                        self.unanswered = Some(payload);
+                        self.answer_pings();
                     }
                 }
                 Outgoing::Close(_) => self.ended = true,
@@ -137,8 +154,25 @@ impl Watched {
         }
     }
 
+    /// Whether it is there as a client has to be.
+    fn is_waited_for(&self) -> bool {
+        self.waiting_for_it.as_ref().is_none_or(|waiting| *waiting.borrow() > 0)
+    }
+
+    /// Who does not answer is not there, and makes room for those who are.
+    fn answer_pings(&mut self) {
+        if self.is_waited_for()
+            && let Some(payload) = self.unanswered.take()
+        {
+            self.pongs.send_replace(payload);
+        }
+    }
+
     /// The end was told: who attaches next need not hear it again.
     async fn acknowledge(&mut self) {
+        if !self.is_waited_for() {
+            return;
+        }
         let asked = async {
             while let Some(message) = self.outgoing.recv().await {
                 if let Outgoing::Ping(payload) = message {
@@ -177,4 +211,14 @@ impl Watched {
         }
         Some(event)
     }
+}
+
+/// Returns when somebody waits.
+async fn somebody(waiting: Option<&mut watch::Receiver<usize>>) {
+    if let Some(waiting) = waiting
+        && waiting.wait_for(|waiting| *waiting > 0).await.is_ok()
+    {
+        return;
+    }
+    std::future::pending().await
 }

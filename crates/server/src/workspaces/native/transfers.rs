@@ -7,9 +7,12 @@ use sandboxer_protocol::{
     SandboxId,
     agent::{FileAbout, FileAsk, FileFault},
 };
-use tokio::{sync::OwnedSemaphorePermit, time::timeout};
+use tokio::time::timeout;
 
-use super::{Native, NativeError};
+use super::{
+    Native, NativeError,
+    turns::{Turn, Turns},
+};
 use crate::{
     manager::Handle,
     sandbox::transfers::{Ends, NotDone, Push, Word, order},
@@ -38,7 +41,7 @@ pub(crate) struct Going {
     told: u64,
     /// How much must have been taken before the sandbox is told.
     tell: u64,
-    _turn: Option<OwnedSemaphorePermit>,
+    _turn: Option<Turn>,
 }
 
 /// What a file is that was opened.
@@ -51,9 +54,17 @@ pub(crate) struct Opened {
 impl Native {
     /// Begins something with a file of a sandbox that runs here.
     pub(crate) async fn begin_file(&self, id: SandboxId, who: Option<&str>, ask: FileAsk) -> Result<Going, Broken> {
-        let turn = self.transfers.clone().try_acquire_owned().map_err(|_| Broken::Busy)?;
+        let turn = self.turns_for(&ask).take(who).ok_or(Broken::Busy)?;
         let handle = self.running(id, who).await.map_err(Broken::Native)?;
         Going::begin(&handle, ask, Some(turn)).await
+    }
+
+    fn turns_for(&self, ask: &FileAsk) -> &Turns {
+        match ask {
+            FileAsk::Watch { .. } => &self.watches,
+            FileAsk::Read { .. } | FileAsk::Write { .. } | FileAsk::Pack { .. } | FileAsk::Unpack { .. } => &self.transfers,
+            _ => &self.file_asks,
+        }
     }
 
     /// Does something that is done at once.
@@ -64,14 +75,24 @@ impl Native {
 
 impl Going {
     /// Begins something with a file of this sandbox; a turn is given back when it is over.
-    pub(crate) async fn begin(handle: &Handle, ask: FileAsk, turn: Option<OwnedSemaphorePermit>) -> Result<Self, Broken> {
+    pub(crate) async fn begin(handle: &Handle, ask: FileAsk, turn: Option<Turn>) -> Result<Self, Broken> {
         // What watches waits for this to be told of every piece.
         let tell = if matches!(ask, FileAsk::Watch { .. }) { 1 } else { TELL_BYTES };
         let (order, ends) = order(ask);
         if !handle.file(order).await {
             return Err(Broken::Cut);
         }
-        Ok(Self { ends, taken: 0, told: 0, tell, _turn: turn })
+        Ok(Self::new(ends, tell, turn))
+    }
+
+    fn new(ends: Ends, tell: u64, turn: Option<Turn>) -> Self {
+        Self { ends, taken: 0, told: 0, tell, _turn: turn }
+    }
+
+    /// One that a test plays the sandbox of.
+    #[cfg(test)]
+    pub(crate) fn played(ends: Ends) -> Self {
+        Self::new(ends, TELL_BYTES, None)
     }
 
     async fn word(&mut self) -> Result<Word, Broken> {
@@ -115,13 +136,14 @@ impl Going {
         let Ends { words, pushes } = &mut self.ends;
         tokio::select! {
             biased;
-            word = words.recv() => Err(match word {
-                Some(Word::Failed(why)) => Broken::NotDone(why),
-                Some(_) => unexpected(),
-                None => Broken::Cut,
-            }),
+            word = words.recv() => Err(broken_by(word)),
             sent = pushes.send(push) => sent.map_err(|_| Broken::Cut),
         }
+    }
+
+    /// Returns when the sandbox has an error, or has given it up, before all was handed over. Cancel-safe.
+    pub(crate) async fn broken(&mut self) -> Broken {
+        broken_by(self.ends.words.recv().await)
     }
 
     /// All was handed over.
@@ -152,6 +174,15 @@ impl Going {
             }
         }
         Ok(all)
+    }
+}
+
+/// What a word means that comes before all was handed over.
+fn broken_by(word: Option<Word>) -> Broken {
+    match word {
+        Some(Word::Failed(why)) => Broken::NotDone(why),
+        Some(_) => unexpected(),
+        None => Broken::Cut,
     }
 }
 

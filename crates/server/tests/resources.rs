@@ -1,0 +1,381 @@
+//! The resource API on the fake runtime: what becomes of a sandbox that is deleted while it rests, is saved or runs elsewhere, and of an execution whose caller
+//! has gone.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use futures_util::{SinkExt as _, StreamExt as _};
+use sandboxer_protocol::SandboxId;
+use sandboxer_runtime::{AfterSave, BoxFuture, FakeRuntime, HostLimits, Instance, Launch, Runtime, RuntimeError};
+use sandboxer_server::{Access, ApiKey, CheckpointSettings, Collection, Facts, Images, Server, Settings, StopHow, Terms};
+use sandboxer_store::Place;
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    sync::{Semaphore, oneshot},
+    task::JoinHandle,
+    time::timeout,
+};
+use tokio_tungstenite::{
+    MaybeTlsStream, WebSocketStream, connect_async,
+    tungstenite::{Message, client::IntoClientRequest as _},
+};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const ALICE: &str = "alice:key-of-alice-0123456789abcdef";
+const BOB: &str = "bob:key-of-bob-0123456789abcdef00";
+
+/// A runtime whose saves wait until they may go on.
+#[derive(Clone)]
+struct Gated {
+    inner: FakeRuntime,
+    /// Saves that have begun.
+    begun: Arc<Semaphore>,
+    may_save: Arc<Semaphore>,
+}
+
+impl Runtime for Gated {
+    fn start<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        self.inner.start(launch)
+    }
+
+    fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        self.inner.take_up(id, dir)
+    }
+
+    fn checkpoint<'a>(&'a self, id: SandboxId, dir: &'a Path, into: &'a Path, after: AfterSave) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        Box::pin(async move {
+            self.begun.add_permits(1);
+            self.may_save.acquire().await.unwrap().forget();
+            self.inner.checkpoint(id, dir, into, after).await
+        })
+    }
+
+    fn restore<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        self.inner.restore(launch, from)
+    }
+
+    fn create<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
+        self.inner.create(launch)
+    }
+
+    fn created(&self, id: SandboxId) -> BoxFuture<'_, Result<(), RuntimeError>> {
+        self.inner.created(id)
+    }
+
+    fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        self.inner.restore_into(launch, from)
+    }
+
+    fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        self.inner.pause(id, dir)
+    }
+
+    fn resume<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        self.inner.resume(id, dir)
+    }
+
+    fn remove<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
+        self.inner.remove(id, dir)
+    }
+}
+
+/// A directory of a test: the volume, and the data of each server.
+struct Ground(tempfile::TempDir);
+
+impl Ground {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("volume")).unwrap();
+        let ground = Self(dir);
+        std::fs::write(ground.image(), "an image").unwrap();
+        ground
+    }
+
+    /// It is named by its digest, as all are.
+    fn image(&self) -> PathBuf {
+        self.0.path().join("a5df3fde7b200c3fa2791144c7e05c5c2bced4c6ad863d3a4cf76c972c1712f9.erofs")
+    }
+
+    async fn serve(&self, name: &str) -> Running {
+        let data = self.0.path().join(name);
+        std::fs::create_dir(&data).unwrap();
+        let mut settings = Settings::new("127.0.0.1:0".parse().unwrap(), data);
+        settings.checkpoints = Some(CheckpointSettings {
+            place: Place::at(&self.0.path().join("volume")).unwrap(),
+            key_file: None,
+            cache_bytes: 1 << 20,
+            terms: Terms::default(),
+            facts: Facts::default(),
+            collection: Collection { every: None, ..Collection::default() },
+        });
+        settings.access = Access { keys: ApiKey::parse_list(&format!("{ALICE}\n{BOB}")).unwrap(), ..Access::default() };
+        let runtime =
+            Gated { inner: FakeRuntime::new(), begun: Arc::new(Semaphore::new(0)), may_save: Arc::new(Semaphore::new(Semaphore::MAX_PERMITS / 2)) };
+        let images = Images::fixed(self.image());
+        let server = Server::start(settings, Arc::new(runtime.clone()), images, HostLimits::none("a test")).await.unwrap();
+        let address = server.address().unwrap();
+        let (stop, stopped) = oneshot::channel();
+        let task = tokio::spawn(server.serve(async { stopped.await.unwrap_or(StopHow::Restart) }));
+        Running { runtime, address, _stop: stop, _task: task }
+    }
+}
+
+struct Running {
+    runtime: Gated,
+    address: SocketAddr,
+    _stop: oneshot::Sender<StopHow>,
+    _task: JoinHandle<()>,
+}
+
+fn secret(key: &str) -> &str {
+    key.split_once(':').unwrap().1
+}
+
+/// A request as it is written, and its connection.
+async fn send(address: SocketAddr, key: &str, method: &str, path: &str, more: &str, body: &Value) -> TcpStream {
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    let request = format!(
+        "{method} {path} HTTP/1.1\r\nHost: {address}\r\nX-API-Key: {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{more}\r\n{body}",
+        secret(key),
+        body.len()
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+    stream
+}
+
+/// What is there, as it comes.
+async fn text(address: SocketAddr, path: &str) -> String {
+    let mut stream = send(address, ALICE, "GET", path, "Connection: close\r\n", &Value::Null).await;
+    let mut answer = String::new();
+    timeout(PATIENCE, stream.read_to_string(&mut answer)).await.unwrap().unwrap();
+    answer
+}
+
+async fn ask(address: SocketAddr, key: &str, method: &str, path: &str, body: Value) -> (u16, Value) {
+    let mut stream = send(address, key, method, path, "Connection: close\r\n", &body).await;
+    let mut answer = String::new();
+    timeout(PATIENCE * 2, stream.read_to_string(&mut answer)).await.unwrap().unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, if body.is_empty() { Value::Null } else { serde_json::from_str(body).unwrap() })
+}
+
+/// A sandbox of Alice's.
+struct Sandbox {
+    id: String,
+    token: String,
+    path: String,
+}
+
+impl Running {
+    async fn create(&self, config: Value) -> Sandbox {
+        let (status, made) = ask(self.address, ALICE, "POST", "/v1/sandboxes", config).await;
+        assert_eq!(status, 201, "{made}");
+        let id = made["id"].as_str().unwrap().to_owned();
+        Sandbox { token: made["token"].as_str().unwrap().to_owned(), path: format!("/v1/sandboxes/{id}"), id }
+    }
+
+    async fn ask(&self, key: &str, method: &str, path: &str) -> (u16, Value) {
+        ask(self.address, key, method, path, Value::Null).await
+    }
+
+    async fn save(&self, sandbox: &Sandbox) {
+        let (status, body) = ask(self.address, ALICE, "POST", &format!("{}/checkpoint", sandbox.path), json!({})).await;
+        assert_eq!(status, 201, "{body}");
+    }
+
+    async fn attach(&self, sandbox: &Sandbox) -> Ws {
+        let mut request = format!("ws://{}/attach/{}", self.address, sandbox.id).into_client_request().unwrap();
+        request.headers_mut().insert("x-api-key", secret(ALICE).parse().unwrap());
+        request.headers_mut().insert("x-sandbox-token", sandbox.token.parse().unwrap());
+        Ws(connect_async(request).await.unwrap().0)
+    }
+
+    /// Nobody can have it, here as elsewhere.
+    async fn expect_gone(&self, sandbox: &Sandbox) {
+        let (status, body) = self.ask(ALICE, "GET", &sandbox.path).await;
+        assert_eq!(status, 404, "{body}");
+        let told = self.attach(sandbox).await.status_but(&["SANDBOX_RESTORING"]).await;
+        assert_eq!(told["status"], "SANDBOX_NOT_FOUND", "{told}");
+        assert!(told["message"].as_str().unwrap().contains("deleted by its owner"), "{told}");
+    }
+}
+
+struct Ws(WebSocketStream<MaybeTlsStream<TcpStream>>);
+
+impl Ws {
+    async fn status_but(&mut self, skipped: &[&str]) -> Value {
+        let next = async {
+            loop {
+                match self.0.next().await.unwrap().unwrap() {
+                    Message::Text(text) => {
+                        let message: Value = serde_json::from_str(&text).unwrap();
+                        if message["event"] == "status_update" && !skipped.iter().any(|status| message["status"] == **status) {
+                            return message;
+                        }
+                    }
+                    Message::Close(close) => panic!("closed: {close:?}"),
+                    _ => {}
+                }
+            }
+        };
+        timeout(PATIENCE, next).await.unwrap()
+    }
+
+    async fn expect(&mut self, status: &str) {
+        let told = self.status_but(&["SANDBOX_RESTORING"]).await;
+        assert_eq!(told["status"], status, "{told}");
+    }
+
+    /// It answers whoever asks whether it is there.
+    async fn stay(mut self) {
+        while let Some(Ok(_)) = self.0.next().await {}
+    }
+
+    async fn run(&mut self, code: &str) {
+        self.0.send(Message::text(json!({"language": "bash", "code": code}).to_string())).await.unwrap();
+        self.expect("SANDBOX_EXECUTION_RUNNING").await;
+    }
+}
+
+#[tokio::test]
+async fn a_sandbox_that_rests_is_deleted_by_its_owner_alone_and_wherever_that_is_asked() {
+    let ground = Ground::new();
+    let (a, b) = (ground.serve("a").await, ground.serve("b").await);
+    let sandbox = a.create(json!({"enable_checkpoint": true})).await;
+    a.save(&sandbox).await;
+    assert_eq!(b.ask(ALICE, "GET", &sandbox.path).await.1["status"], "saved");
+    for server in [&a, &b] {
+        assert_eq!(server.ask(BOB, "DELETE", &sandbox.path).await.0, 404);
+    }
+    assert_eq!(b.ask(ALICE, "GET", &sandbox.path).await.1["status"], "saved", "it is not Bob's");
+    assert_eq!(b.ask(ALICE, "DELETE", &sandbox.path).await, (204, Value::Null));
+    a.expect_gone(&sandbox).await;
+    b.expect_gone(&sandbox).await;
+    assert_eq!(b.ask(ALICE, "DELETE", &sandbox.path).await.0, 404);
+    let metadata = ground.0.path().join("volume").join(&sandbox.id).join("metadata.json");
+    let metadata: Value = serde_json::from_slice(&std::fs::read(metadata).unwrap()).unwrap();
+    assert_eq!(metadata["status"], "killed");
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_being_saved_is_deleted_too() {
+    let ground = Ground::new();
+    let a = ground.serve("a").await;
+    let sandbox = a.create(json!({"enable_checkpoint": true})).await;
+    a.runtime.may_save.forget_permits(Semaphore::MAX_PERMITS);
+    let saving = a.save(&sandbox);
+    let deleting = async {
+        a.runtime.begun.acquire().await.unwrap().forget();
+        let deleting = a.ask(ALICE, "DELETE", &sandbox.path);
+        tokio::pin!(deleting);
+        // It waits for what is under way.
+        assert!(timeout(Duration::from_millis(300), &mut deleting).await.is_err());
+        a.runtime.may_save.add_permits(1);
+        deleting.await
+    };
+    let ((status, body), ()) = tokio::join!(deleting, async { drop(timeout(PATIENCE, saving).await) });
+    assert_eq!(status, 204, "{body}");
+    a.expect_gone(&sandbox).await;
+}
+
+#[tokio::test]
+async fn what_another_instance_runs_is_deleted_when_that_gives_it_up_and_kept_for_its_client() {
+    let ground = Ground::new();
+    let (a, b) = (ground.serve("a").await, ground.serve("b").await);
+    let sandbox = a.create(json!({"enable_checkpoint": true})).await;
+    a.save(&sandbox).await;
+    let mut ws = a.attach(&sandbox).await;
+    ws.expect("SANDBOX_RUNNING").await;
+    let attached = tokio::spawn(ws.stay());
+    let (status, body) = b.ask(ALICE, "DELETE", &sandbox.path).await;
+    assert_eq!((status, &body["error"]["code"]), (409, &json!("in_use")), "{body}");
+    let (status, body) = a.ask(ALICE, "DELETE", &sandbox.path).await;
+    assert_eq!((status, &body["error"]["code"]), (409, &json!("in_use")), "{body}");
+    assert!(!attached.is_finished());
+    attached.abort();
+    let (status, body) = b.ask(ALICE, "DELETE", &sandbox.path).await;
+    assert_eq!(status, 204, "{body}");
+    a.expect_gone(&sandbox).await;
+    b.expect_gone(&sandbox).await;
+    assert!(a.runtime.inner.ids().is_empty() && b.runtime.inner.ids().is_empty(), "nothing runs");
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_not_kept_is_deleted_while_it_runs() {
+    let ground = Ground::new();
+    let a = ground.serve("a").await;
+    let sandbox = a.create(json!({})).await;
+    assert_eq!(a.ask(BOB, "DELETE", &sandbox.path).await.0, 404);
+    assert_eq!(a.ask(ALICE, "DELETE", &sandbox.path).await.0, 204);
+    assert_eq!(a.ask(ALICE, "DELETE", &sandbox.path).await.0, 404);
+    assert!(a.runtime.inner.ids().is_empty());
+}
+
+/// Asks for an execution that does not end, and waits until it is the so-manieth that was begun.
+async fn begin(server: &Running, sandbox: &Sandbox, more: &str, count: usize) -> TcpStream {
+    let path = format!("{}/executions", sandbox.path);
+    let asked = json!({"language": "bash", "code": "sleep 100000", "execution_id": "endless"});
+    let stream = send(server.address, ALICE, "POST", &path, more, &asked).await;
+    let wanted = format!("sandboxer_executions_total {count}");
+    let running = async {
+        while !text(server.address, "/metrics").await.contains(&wanted) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, running).await.unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn an_execution_keeps_its_sandbox_for_as_long_as_its_caller_is_there() {
+    let ground = Ground::new();
+    let a = ground.serve("a").await;
+    for (more, count) in [("", 1), ("Idempotency-Key: one\r\n", 3)] {
+        let sandbox = a.create(json!({})).await;
+        let caller = begin(&a, &sandbox, more, count).await;
+        a.attach(&sandbox).await.expect("SANDBOX_IN_USE").await;
+        drop(caller);
+        let mut ws = a.attach(&sandbox).await;
+        ws.expect("SANDBOX_RUNNING").await;
+        // What was begun goes on, and is who attaches' to end.
+        ws.0.send(Message::text(json!({"action": "kill_process"}).to_string())).await.unwrap();
+        loop {
+            let told = ws.status_but(&[]).await;
+            if told["status"] == "SANDBOX_EXECUTION_DONE" {
+                assert_eq!(told["execution_id"], "endless", "{told}");
+                break;
+            }
+        }
+        ws.run("sleep 0.01").await;
+    }
+}
+
+#[tokio::test]
+async fn who_asks_again_under_its_key_is_as_good_as_who_asked_first() {
+    let ground = Ground::new();
+    let a = ground.serve("a").await;
+    let sandbox = a.create(json!({})).await;
+    let key = "Idempotency-Key: one\r\n";
+    drop(begin(&a, &sandbox, key, 1).await);
+    let mut again = begin(&a, &sandbox, key, 1).await;
+    a.attach(&sandbox).await.expect("SANDBOX_IN_USE").await;
+    let kill = format!("{}/executions/kill", sandbox.path);
+    assert_eq!(ask(a.address, ALICE, "POST", &kill, json!({})).await.0, 200);
+    let mut answer = Vec::new();
+    let read = async {
+        while !String::from_utf8_lossy(&answer).contains("SIGKILL") {
+            assert!(again.read_buf(&mut answer).await.unwrap() > 0, "{}", String::from_utf8_lossy(&answer));
+        }
+    };
+    timeout(PATIENCE, read).await.unwrap();
+}
