@@ -80,8 +80,10 @@ async fn who_gives_up_waiting_leaves_no_trace() {
 async fn what_clients_say_while_they_wait_is_bounded_and_their_going_is_noticed() {
     const CLIENTS: usize = 12;
     const PIECES: usize = 16;
+    // The owner is silent, and not for so long that it loses its sandbox.
+    const LEASE: Duration = Duration::from_secs(60);
     let volume = Volume::default();
-    let (a, b) = (volume.serve(), volume.serve());
+    let (a, b) = (volume.serve_with_lease(LEASE), volume.serve_with_lease(LEASE));
     let id = volume.saved_sandbox(&a, "kept").await;
     a.halt();
     let before = host::rss(b.pid());
@@ -93,7 +95,7 @@ async fn what_clients_say_while_they_wait_is_bounded_and_their_going_is_noticed(
     let piece = json!({"event": "stdin", "data": "x".repeat(4 << 20)}).to_string();
     let talk = |mut ws: Ws| async {
         let mut taken = 0;
-        while taken < PIECES && timeout(Duration::from_secs(3), ws.send_text(piece.clone())).await.is_ok() {
+        while taken < PIECES && timeout(Duration::from_secs(10), ws.send_text(piece.clone())).await.is_ok() {
             taken += 1;
         }
         (ws, taken)
