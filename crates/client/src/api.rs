@@ -278,7 +278,8 @@ mod tests {
         let (tcp, _) = api.connect().await.unwrap();
         let socket = SockRef::from(&tcp);
         assert!(socket.keepalive().unwrap());
-        let within = socket.tcp_keepalive_time().unwrap() + socket.tcp_keepalive_interval().unwrap() * socket.tcp_keepalive_retries().unwrap();
+        let within =
+            socket.tcp_keepalive_time().unwrap() + socket.tcp_keepalive_interval().unwrap() * socket.tcp_keepalive_retries().unwrap();
         assert!(within <= Duration::from_secs(60), "{within:?}");
     }
 }

@@ -394,7 +394,7 @@ async fn a_saved_sandbox_that_is_deleted_is_gone_for_everybody() {
         let _ = ws.bash("echo kept > f").await.ok();
         let id = ws.checkpoint().await;
         let path = format!("/v1/sandboxes/{id}");
-        assert_eq!(a.found(None, &path)["status"], "saved");
+        assert_eq!(b.found(None, &path)["status"], "saved");
         if by_command {
             cli.ok(["rm", &id]);
         } else {

@@ -117,8 +117,11 @@ impl Ground {
             collection: Collection { every: None, ..Collection::default() },
         });
         settings.access = Access { keys: ApiKey::parse_list(&format!("{ALICE}\n{BOB}")).unwrap(), ..Access::default() };
-        let runtime =
-            Gated { inner: FakeRuntime::new(), begun: Arc::new(Semaphore::new(0)), may_save: Arc::new(Semaphore::new(Semaphore::MAX_PERMITS / 2)) };
+        let runtime = Gated {
+            inner: FakeRuntime::new(),
+            begun: Arc::new(Semaphore::new(0)),
+            may_save: Arc::new(Semaphore::new(Semaphore::MAX_PERMITS / 2)),
+        };
         let images = Images::fixed(self.image());
         let server = Server::start(settings, Arc::new(runtime.clone()), images, HostLimits::none("a test")).await.unwrap();
         let address = server.address().unwrap();

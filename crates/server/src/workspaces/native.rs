@@ -23,12 +23,12 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
+use self::turns::Turns;
 pub(crate) use self::{
     executions::{ExecutionWord, Watched},
     transfers::{Broken, Going},
     travel::NativeError,
 };
-use self::turns::Turns;
 use crate::{
     manager::{ArriveError, Buried, CreateError, Handle, InstanceView, Manager},
     sandbox::{

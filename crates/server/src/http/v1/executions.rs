@@ -164,7 +164,8 @@ async fn collected(mut watched: Watched, encoding: Encoding) -> Result<Execution
         }
     }
     let Some(done) = done else {
-        let message = "The sandbox was saved, went back, ended or got another client meanwhile. Attach to it to see what became of the execution.";
+        let message =
+            "The sandbox was saved, went back, ended or got another client meanwhile. Attach to it to see what became of the execution.";
         return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message));
     };
     let text = |bytes: &[u8]| match encoding {

@@ -118,7 +118,10 @@ struct Entry {
 }
 
 enum State {
-    UnderWay { outcome: watch::Receiver<Option<Outcome>>, waiting: Waiting },
+    UnderWay {
+        outcome: watch::Receiver<Option<Outcome>>,
+        waiting: Waiting,
+    },
     Done(Outcome),
     /// Its answer took too much room.
     DoneUnheld,

@@ -69,6 +69,7 @@ mod tests {
         assert!(turns.take(Some("four")).is_some());
         drop((greedy, others));
         assert!(turns.0.taken.lock().unwrap().is_empty());
-        assert_eq!(std::iter::from_fn(|| turns.take(None)).count(), 3);
+        let all: Vec<Turn> = std::iter::from_fn(|| turns.take(None)).collect();
+        assert_eq!(all.len(), 3);
     }
 }
