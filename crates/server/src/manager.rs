@@ -260,8 +260,8 @@ pub(crate) struct Manager {
 enum TakingUp {
     /// Whoever wants it waits.
     First,
-    /// It could not be taken up, which is tried again: whoever wants it is told so.
-    Again { token_sha256: String },
+    /// It could not be taken up. It is tried again, and whoever wants it is told so, unless it is not known who may: then it is left for the next start.
+    NotYet { token_sha256: Option<String> },
 }
 
 impl Manager {
@@ -750,10 +750,9 @@ impl Manager {
         true
     }
 
-    /// Whoever wants it is told that it is not taken up yet.
-    fn take_up_again(&self, id: SandboxId, token_sha256: &str) {
-        let again = TakingUp::Again { token_sha256: token_sha256.to_owned() };
-        self.taking_up.send_modify(|ids| drop(ids.insert(id, again)));
+    /// Nobody waits for it any longer, and nothing is made of it.
+    fn not_taken_up_yet(&self, id: SandboxId, token_sha256: Option<String>) {
+        self.taking_up.send_modify(|ids| drop(ids.insert(id, TakingUp::NotYet { token_sha256 })));
     }
 
     async fn try_take_up(self: &Arc<Self>, left: Left, dir: &Path) -> Result<(), NotTakenUp> {
@@ -761,7 +760,7 @@ impl Manager {
         let record = match record {
             Ok(record) => record,
             Err(error @ RecordError::Version(_)) => {
-                self.take_up_again(id, "");
+                self.not_taken_up_yet(id, None);
                 return Err(NotTakenUp::Unknown(error.to_string()));
             }
             Err(error) => return Err(NotTakenUp::Lost { why: error.to_string(), token_sha256: String::new() }),
@@ -776,7 +775,7 @@ impl Manager {
             match self.reach(&record, dir, held.as_ref()).await {
                 Err(NotTakenUp::Unknown(why)) => {
                     warn!(why, "can't be taken up now, which is tried again");
-                    self.take_up_again(id, &record.token_sha256);
+                    self.not_taken_up_yet(id, Some(record.token_sha256.clone()));
                 }
                 reached => break reached?,
             }

@@ -147,7 +147,7 @@ impl Manager {
 
     /// What there is of a sandbox that is not in memory, on the volume or left by an earlier process, before anything is locked. None: nothing.
     pub(crate) async fn saved(&self, id: SandboxId) -> Option<Saved> {
-        if let Some(TakingUp::Again { token_sha256 }) = self.taking_up.borrow().get(&id) {
+        if let Some(TakingUp::NotYet { token_sha256: Some(token_sha256) }) = self.taking_up.borrow().get(&id) {
             return Some(Saved::There(There { token_sha256: token_sha256.clone() }));
         }
         match self.checkpoints.as_ref()?.leases.look(id).await {
