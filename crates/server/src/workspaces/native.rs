@@ -88,7 +88,9 @@ impl From<ArriveError> for NotDeleted {
             ArriveError::NotFound(_) => Self::NotFound,
             ArriveError::InUse => Self::InUse,
             ArriveError::HandoffInProgress => Self::HandedOver,
-            ArriveError::NotYet => Self::NotNow("The server was restarted, and does not reach the sandbox yet. Try again in a moment.".to_owned()),
+            ArriveError::NotYet => {
+                Self::NotNow("The server was restarted, and does not reach the sandbox yet. Try again in a moment.".to_owned())
+            }
             ArriveError::Later(_, why) | ArriveError::Failed(why) => Self::NotNow(why),
         }
     }
