@@ -23,6 +23,7 @@ use crate::{
     http,
     images::Images,
     manager::Manager,
+    network::AllPlaces,
     sandbox::driver::Stop,
     settings::Settings,
     workspaces::{WorkspaceSettings, Workspaces},
@@ -76,6 +77,8 @@ impl Server {
             None => None,
         };
         settings.network.own.push(listener.local_addr()?);
+        // By now the process has all the descriptors that it gets.
+        settings.network.places = AllPlaces::of_this_process();
         if let Some(metrics) = &metrics {
             settings.network.own.push(metrics.local_addr()?);
         }

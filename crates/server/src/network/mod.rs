@@ -10,12 +10,18 @@ mod dial;
 mod link;
 mod log;
 mod meter;
+mod pace;
+mod places;
 mod policy;
 mod proxy;
 mod rules;
 mod socks;
 
-use std::{net::SocketAddr, path::Path, sync::Arc};
+use std::{
+    net::SocketAddr,
+    path::Path,
+    sync::{Arc, atomic::AtomicU64},
+};
 
 use sandboxer_protocol::SandboxId;
 use tokio::{sync::Semaphore, task::JoinSet};
@@ -24,6 +30,7 @@ use tracing::{Instrument as _, info_span};
 pub use self::{
     address::AddressRule,
     dial::{Dialer, RecordingDialer, SystemDialer, check_hosts},
+    places::AllPlaces,
     rules::Rule,
 };
 pub(crate) use self::{
@@ -32,7 +39,7 @@ pub(crate) use self::{
     proxy::{Answer, strip},
     rules::MAX_RULES,
 };
-use self::{meter::Budget, policy::Policy};
+use self::{meter::Budget, pace::Pace, places::Places, policy::Policy};
 use crate::sandbox::tunnel::TunnelStream;
 
 /// Names that are resolved at once for one sandbox.
@@ -49,6 +56,8 @@ pub struct NetworkSettings {
     pub dialer: Arc<dyn Dialer>,
     /// Connections of a sandbox at once.
     pub connections: usize,
+    /// Of all of them together: each takes a descriptor, and this server has to have some left.
+    pub places: AllPlaces,
     /// Bytes of a sandbox in both directions; none: no bound.
     pub bytes: Option<u64>,
     /// Bytes a second, likewise.
@@ -67,6 +76,7 @@ impl Default for NetworkSettings {
             addresses: Vec::new(),
             dialer: Arc::new(SystemDialer::default()),
             connections: 256,
+            places: AllPlaces::of_this_process(),
             bytes: None,
             rate: None,
             port_domain: None,
@@ -112,10 +122,16 @@ struct Shared {
     policy: Policy,
     log: Arc<Log>,
     budget: Arc<Budget>,
-    places: Arc<Semaphore>,
+    places: Places,
     /// So that the names of one sandbox don't keep those of all others waiting.
     resolving: Arc<Semaphore>,
     settings: Arc<NetworkSettings>,
+    /// What was refused after a look.
+    refusals: Pace,
+    /// What came to nothing after more than that.
+    tries: Pace,
+    /// Refused since the last one that was written down, and not written down themselves.
+    uncounted: AtomicU64,
 }
 
 impl Egress {
@@ -128,9 +144,12 @@ impl Egress {
             policy: Policy::new(Arc::clone(settings), rules.to_vec()),
             log,
             budget: Arc::new(Budget::new(settings.rate, settings.bytes)),
-            places: Arc::new(Semaphore::new(settings.connections)),
+            places: Places::new(settings.connections, settings.places.clone()),
             resolving: Arc::new(Semaphore::new(MAX_RESOLVING)),
             settings: Arc::clone(settings),
+            refusals: Pace::default(),
+            tries: Pace::default(),
+            uncounted: AtomicU64::new(0),
         };
         Some(Self { shared: Arc::new(shared), tasks: JoinSet::new() })
     }

@@ -85,6 +85,7 @@ enum Verdict {
     TooMany,
     NotResolved,
     NotConnected,
+    GivenUp,
 }
 
 #[derive(Debug, Deserialize, ToSchema)]
