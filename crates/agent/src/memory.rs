@@ -16,6 +16,8 @@ const KILL_AT_PERCENT: u64 = 95;
 const SPARES_GO_AT_PERCENT: u64 = 80;
 /// What may be borne of it meanwhile: a part of what the host allows beyond the limit.
 const MOST_RETURNED: u64 = 64 * 1024 * 1024;
+/// For so long at most, however slowly they end.
+const RETURNED_WITHIN: Duration = Duration::from_secs(5);
 /// How fast a program is expected to use memory up at most; sets how often we look.
 const BYTES_PER_MILLISECOND: u64 = 4 * 1024 * 1024;
 const OFTEN: Duration = Duration::from_millis(5);
@@ -32,8 +34,17 @@ pub(crate) struct MemoryWatch {
     next: Option<Instant>,
     /// When the last one was killed, and what was in use then.
     killed: Option<(Instant, u64)>,
-    /// Until when the memory of those that waited may still be on its way back, and how much: that is not the user's.
-    returning: Option<(Instant, u64)>,
+    returning: Option<Returning>,
+}
+
+/// The memory of those that waited and were ended. As long as it may be on its way back, it is not the user's.
+struct Returning {
+    bytes: u64,
+    since: Instant,
+    /// Those that have not ended yet.
+    left: Vec<i32>,
+    /// When none was left.
+    gone: Option<Instant>,
 }
 
 /// What has to go, or has gone.
@@ -82,18 +93,18 @@ impl MemoryWatch {
         if !self.is_due(now) {
             return None;
         }
-        let spared: Vec<i32> = init.into_iter().chain(spares.iter().copied()).collect();
         let Some(used) = self.used() else {
             self.next = Some(now + SELDOM);
             return None;
         };
         if !spares.is_empty() && used >= self.limit / 100 * SPARES_GO_AT_PERCENT {
-            let theirs: u64 = spares.iter().filter_map(|pid| resident_bytes(*pid)).sum();
-            self.returning = Some((now + GRACE, theirs.min(MOST_RETURNED)));
+            self.returning = Some(Returning::new(spares, now));
             self.next = Some(now + OFTEN);
             return Some(Pressure::Spares);
         }
-        let returning = self.returning.filter(|(until, _)| now < *until).map_or(0, |(_, bytes)| bytes);
+        self.returning = self.returning.take().and_then(|returning| returning.after(now, resident_bytes));
+        let (returning, ending) = self.returning.as_ref().map_or((0, &[][..]), |returning| (returning.bytes, &returning.left[..]));
+        let spared: Vec<i32> = init.into_iter().chain(spares.iter().copied()).chain(ending.iter().copied()).collect();
         let threshold = self.limit / 100 * KILL_AT_PERCENT + returning;
         let room = threshold.saturating_sub(used);
         if room > 0 {
@@ -131,6 +142,23 @@ impl MemoryWatch {
     }
 }
 
+impl Returning {
+    fn new(spares: &[i32], now: Instant) -> Self {
+        let bytes: u64 = spares.iter().filter_map(|pid| resident_bytes(*pid)).sum();
+        Self { bytes: bytes.min(MOST_RETURNED), since: now, left: spares.to_vec(), gone: None }
+    }
+
+    /// What is left of it now. None: all of it must be back.
+    fn after(mut self, now: Instant, resident_bytes: impl Fn(i32) -> Option<u64>) -> Option<Self> {
+        self.left.retain(|pid| resident_bytes(*pid).is_some_and(|bytes| bytes > 0));
+        if self.left.is_empty() {
+            self.gone.get_or_insert(now);
+        }
+        let back = self.gone.is_some_and(|gone| now >= gone + GRACE) || now >= self.since + RETURNED_WITHIN;
+        (!back).then_some(self)
+    }
+}
+
 fn user_processes(spared: &[i32]) -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok()).filter(move |pid| *pid != 1 && !spared.contains(pid))
@@ -139,4 +167,28 @@ fn user_processes(spared: &[i32]) -> impl Iterator<Item = i32> {
 fn resident_bytes(pid: i32) -> Option<u64> {
     let statm = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
     Some(statm.split(' ').nth(1)?.parse::<u64>().ok()? * 4096)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_those_that_waited_had_is_not_the_users_until_they_are_gone_and_for_a_moment_after() {
+        let start = Instant::now();
+        let at = |milliseconds| start + Duration::from_millis(milliseconds);
+        let new = || Returning { bytes: 1, since: start, left: vec![7, 8], gone: None };
+        let (all, none) = (|_| Some(4096), |_| None);
+        let one = |pid| if pid == 7 { Some(4096) } else { Some(0) };
+        // Slow to end, but not for ever.
+        let slow = new().after(at(4000), all).unwrap();
+        assert_eq!(slow.left, [7, 8]);
+        assert!(slow.after(at(5000), all).is_none());
+        let one_left = new().after(at(600), one).unwrap();
+        assert_eq!(one_left.left, [7]);
+        let gone = one_left.after(at(700), none).unwrap();
+        assert!(gone.left.is_empty());
+        let still = gone.after(at(1199), none).unwrap();
+        assert!(still.after(at(1200), none).is_none());
+    }
 }

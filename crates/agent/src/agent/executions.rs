@@ -230,6 +230,8 @@ impl Agent {
         self.waiting = None;
         if let Some(execution) = self.execution.take() {
             self.refuse(execution.number, message);
+            // It may have had one that waited.
+            self.spares.refill(Instant::now());
         }
     }
 
@@ -247,10 +249,11 @@ impl Agent {
         }
         let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return };
         let Some(waiting) = self.waiting.take() else { return };
-        let spare = waiting.by_spare.and_then(|language| self.spares.take(language));
-        if let Some(spare) = &spare {
+        let spare = waiting.by_spare.and_then(|language| self.spares.take(language, Instant::now()));
+        let taken = spare.as_ref().map(|spare| spare.serial);
+        if let Some(serial) = taken {
             // It knows its code by this number.
-            execution.serial = spare.serial;
+            execution.serial = serial;
         }
         let serial = execution.serial;
         let asked = (|| -> io::Result<()> {
@@ -278,6 +281,10 @@ impl Agent {
         execution.began = Instant::now();
         execution.phase = Phase::Starting { killed: None };
         if let Err(error) = asked {
+            if let Some(serial) = taken {
+                // Nobody else will have it.
+                self.drop_spare(serial);
+            }
             self.start_failed(&format!("cannot pass the request on: {error}"));
         }
     }

@@ -116,7 +116,7 @@ impl Agent {
         let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let link = Link::new(marker)?;
         let (enforced, groups) = setup::prepare(&config)?;
-        let config = AgentConfig { spares: spares::wanted(config.spares), ..config };
+        let config = AgentConfig { spares: spares::wanted(config.spares, config.memory_bytes), ..config };
         Self::assemble(config, link, children, Supervisor::new(Instant::now()), enforced, groups)
     }
 

@@ -24,6 +24,7 @@ use super::{
 };
 use crate::{
     cgroup::Groups,
+    execution::Phase,
     ipc::{self, Request, Serial, Waiting},
     sys,
 };
@@ -43,6 +44,8 @@ const NOT_BEFORE: Duration = Duration::from_secs(5);
 /// One of a language ended before it was used. The next is tried so much later, and each time twice as late, until one was used.
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 const MAX_DOUBLINGS: u32 = 9;
+/// So much of the limit of memory for each that waits of both languages: they take an eighth of it at most, and none waits in a sandbox that is smaller.
+const MEMORY_FOR_EACH: u64 = 256 * 1024 * 1024;
 
 const LANGUAGES: [Language; 2] = [Language::Bash, Language::Python];
 
@@ -65,6 +68,10 @@ struct Luck {
 #[derive(Default)]
 pub(super) struct Spares {
     waiting: Vec<Spare>,
+    /// Those that init is to end, and could not be told yet.
+    unwanted: Vec<Serial>,
+    /// When to tell init again. None is started before it has heard.
+    tell_again: Option<Instant>,
     /// By language.
     luck: [Luck; LANGUAGES.len()],
     /// When to start the next.
@@ -75,13 +82,19 @@ pub(super) struct Spares {
     identity: Option<(String, u64)>,
 }
 
-/// What the server wants, as the image wants it.
-pub(super) fn wanted(config: Option<SpareConfig>) -> Option<SpareConfig> {
+/// What the server wants, as the image wants it, as far as memory allows.
+pub(super) fn wanted(config: Option<SpareConfig>, memory: Option<u64>) -> Option<SpareConfig> {
     let config = config?;
-    let Ok(said) = fs::read(ImageSpares::PATH) else { return ImageSpares::default().applied_to(config) };
-    let image = serde_json::from_slice::<ImageSpares>(&said).ok().filter(|image| image.check().is_ok());
+    let said = fs::read(ImageSpares::PATH).ok();
+    let image = said.and_then(|said| serde_json::from_slice::<ImageSpares>(&said).ok()).filter(|image| image.check().is_ok());
     // What can't be understood was meant for another agent.
-    image.unwrap_or_default().applied_to(config)
+    within(image.unwrap_or_default().applied_to(config)?, memory)
+}
+
+fn within(config: SpareConfig, memory: Option<u64>) -> Option<SpareConfig> {
+    let most = memory.map_or(u32::MAX, |bytes| u32::try_from(bytes / MEMORY_FOR_EACH).unwrap_or(u32::MAX));
+    let each = config.each.min(most);
+    (each > 0).then_some(SpareConfig { each, ..config })
 }
 
 fn index(language: Language) -> usize {
@@ -128,11 +141,14 @@ impl Spares {
     /// The namespace is gone with all of them.
     pub(super) fn forget(&mut self) {
         self.waiting.clear();
+        self.unwanted.clear();
+        self.tell_again = None;
         self.due = None;
     }
 
+    /// When there is something to do.
     pub(super) fn due(&self) -> Option<Instant> {
-        self.due
+        self.tell_again.or(self.due)
     }
 
     pub(super) fn has(&self, serial: Serial) -> bool {
@@ -145,11 +161,22 @@ impl Spares {
     }
 
     /// One of this language, for the execution that comes now.
-    pub(super) fn take(&mut self, language: Language) -> Option<Spare> {
+    pub(super) fn take(&mut self, language: Language, now: Instant) -> Option<Spare> {
         self.first = Some(language);
         let at = self.waiting.iter().position(|spare| spare.language == language)?;
         self.luck[index(language)] = Luck::default();
-        Some(self.waiting.remove(at))
+        Some(self.remove(at, now + RUNNING_FOR))
+    }
+
+    /// One leaves, for whatever reason. The next is thought of at this time at the latest: what becomes of the execution that has it, if there
+    /// is one, may remind nobody.
+    fn remove(&mut self, at: usize, again: Instant) -> Spare {
+        self.due_by(again);
+        self.waiting.remove(at)
+    }
+
+    fn due_by(&mut self, at: Instant) {
+        self.due = Some(self.due.map_or(at, |due| due.min(at)));
     }
 
     /// Which is to be started now, or else when one is.
@@ -178,15 +205,15 @@ impl Agent {
             !input.iter().chain([&output.stdout, &output.stderr]).all(unused)
         };
         while let Some(at) = self.spares.waiting.iter().position(spoilt) {
-            let spare = self.spares.waiting.remove(at);
-            self.drop_spare(spare.serial);
+            self.spare_failed(at);
         }
         self.config.spares.as_ref().is_some_and(|config| suit::suits(spec, &config.env))
     }
 
     /// Starts the next, if it is time to.
     pub(super) fn keep_spares(&mut self, now: Instant) {
-        if self.spares.due.is_none_or(|due| now < due) {
+        self.tell_unwanted(now);
+        if self.spares.due.is_none_or(|due| now < due) || !self.spares.unwanted.is_empty() {
             return;
         }
         self.spares.due = None;
@@ -238,25 +265,42 @@ impl Agent {
     /// One has ended. If an execution has taken it meanwhile, init knows what to do.
     pub(super) fn spare_gone(&mut self, serial: Serial) {
         let Some(at) = self.spares.waiting.iter().position(|spare| spare.serial == serial) else { return };
-        let spare = self.spares.waiting.remove(at);
-        let later = self.spares.luck[index(spare.language)].failed(Instant::now());
-        self.drop_spare(serial);
-        self.spares.due.get_or_insert(later);
+        self.spare_failed(at);
     }
 
-    fn drop_spare(&self, serial: Serial) {
-        if let Some(init) = self.supervisor.ready() {
-            // One that is gone has no children any more.
-            let _ = ipc::send(init.socket.as_fd(), &Request::Drop { serial }, &[]);
+    /// One was of no use to anybody.
+    fn spare_failed(&mut self, at: usize) {
+        let language = self.spares.waiting[at].language;
+        let later = self.spares.luck[index(language)].failed(Instant::now());
+        let spare = self.spares.remove(at, later);
+        self.drop_spare(spare.serial);
+    }
+
+    /// Init is to end it, and to forget what was prepared for it.
+    pub(super) fn drop_spare(&mut self, serial: Serial) {
+        self.spares.unwanted.push(serial);
+        self.tell_unwanted(Instant::now());
+    }
+
+    fn tell_unwanted(&mut self, now: Instant) {
+        if self.spares.unwanted.is_empty() {
+            return;
         }
+        // One that is gone has no children any more, nor has one that is not ready yet.
+        let init = self.supervisor.ready();
+        let busy = |error: io::Error| error.kind() == io::ErrorKind::WouldBlock;
+        self.spares
+            .unwanted
+            .retain(|&serial| init.is_some_and(|init| ipc::send(init.socket.as_fd(), &Request::Drop { serial }, &[]).is_err_and(busy)));
+        self.spares.tell_again = (!self.spares.unwanted.is_empty()).then_some(now + BETWEEN);
     }
 
     /// Ends all of them. Others are started when there is room.
-    pub(super) fn drop_spares(&mut self, until: Instant) {
+    fn drop_spares(&mut self, until: Instant) {
+        self.spares.due = Some(until);
         for spare in std::mem::take(&mut self.spares.waiting) {
             self.drop_spare(spare.serial);
         }
-        self.spares.due = Some(until);
     }
 
     /// The agent hears who it is. Those that waited in one that this is a copy of have drawn by chance what all its copies have, and know its name.
@@ -267,9 +311,24 @@ impl Agent {
         }
     }
 
-    /// Memory is short.
+    /// Memory is short. They end now, and not only when init gets to it. One that init is about to give its code to is left to init, which may just
+    /// have done so.
     pub(super) fn give_up_spares(&mut self, now: Instant) {
+        if !self.execution.as_ref().is_some_and(|execution| matches!(execution.phase, Phase::Starting { .. })) {
+            for pid in self.spares.processes(self.groups.as_ref()) {
+                let _ = sys::kill(pid, libc::SIGKILL);
+            }
+        }
         self.drop_spares(now + NOT_BEFORE);
+    }
+}
+
+#[cfg(test)]
+impl Spares {
+    /// One that nobody has started.
+    pub(super) fn add(&mut self, serial: Serial, language: Language) {
+        let pipe = || nix::unistd::pipe().unwrap().0;
+        self.waiting.push(Spare { serial, language, input: None, output: PerStream { stdout: pipe(), stderr: pipe() } });
     }
 }
 
@@ -280,11 +339,11 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn spares(waiting: &[Language]) -> Spares {
-        let spare = |(serial, language): (usize, &Language)| {
-            let pipe = || nix::unistd::pipe().unwrap().0;
-            Spare { serial: serial as u64, language: *language, input: None, output: PerStream { stdout: pipe(), stderr: pipe() } }
-        };
-        Spares { waiting: waiting.iter().enumerate().map(spare).collect(), ..Spares::default() }
+        let mut spares = Spares::default();
+        for (serial, language) in waiting.iter().enumerate() {
+            spares.add(serial as u64, *language);
+        }
+        spares
     }
 
     #[test]
@@ -307,10 +366,39 @@ mod tests {
         let now = Instant::now();
         let mut spares = spares(&[Language::Bash]);
         assert_eq!(spares.missing(1, now), Ok(Language::Python));
-        assert_eq!(spares.take(Language::Bash).map(|spare| spare.serial), Some(0));
-        assert!(spares.take(Language::Bash).is_none());
+        assert_eq!(spares.take(Language::Bash, now).map(|spare| spare.serial), Some(0));
+        assert!(spares.take(Language::Bash, now).is_none());
         assert_eq!(spares.missing(1, now), Ok(Language::Bash));
         assert_eq!(super::tests::spares(&LANGUAGES).missing(1, now), Err(None));
+    }
+
+    #[test]
+    fn the_next_is_thought_of_though_nobody_tells_what_became_of_one_that_was_taken() {
+        let now = Instant::now();
+        let mut spares = spares(&LANGUAGES);
+        assert_eq!(spares.due(), None);
+        spares.take(Language::Python, now).unwrap();
+        assert_eq!(spares.due(), Some(now + RUNNING_FOR));
+        // The execution has ended, or could not be started.
+        spares.identify(("sandbox-1".to_owned(), 0), now);
+        spares.refill(now);
+        assert_eq!(spares.due(), Some(now));
+    }
+
+    #[test]
+    fn a_small_sandbox_keeps_none_and_a_larger_one_not_more_than_it_has_room_for() {
+        let config = |each| SpareConfig { each, env: Default::default(), warm_modules: Vec::new() };
+        for (memory, asked, kept) in [
+            (Some(64 << 20), 1, 0),
+            (Some(255 << 20), 1, 0),
+            (Some(256 << 20), 1, 1),
+            (Some(256 << 20), 4, 1),
+            (Some(1 << 30), 8, 4),
+            (Some(u64::MAX), 8, 8),
+            (None, 8, 8),
+        ] {
+            assert_eq!(within(config(asked), memory).map_or(0, |config| config.each), kept, "{memory:?}");
+        }
     }
 
     #[test]

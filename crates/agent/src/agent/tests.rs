@@ -9,8 +9,8 @@ use nix::{
     unistd::pipe2,
 };
 use sandboxer_protocol::agent::{
-    ExecSpec, Exit, ExitCause, FromAgentFrame, Language, Nonce, PerStream, ServerDecoder, StdinRefusal, encode_exec, encode_opening,
-    encode_to_agent,
+    ExecSpec, Exit, ExitCause, FromAgentFrame, Language, Nonce, PerStream, ServerDecoder, SpareConfig, StdinRefusal, encode_exec,
+    encode_opening, encode_to_agent,
 };
 
 use super::*;
@@ -270,6 +270,49 @@ fn what_is_kept_for_the_server_comes_back() {
         assert_eq!(execution.end_acknowledged, end);
         scripted.send(&ToAgent::Ack { number: 1, upto: Default::default(), end: true });
     }
+}
+
+/// With one bash that waits, which nobody has started, as number 100.
+fn one_waits() -> Scripted {
+    let mut scripted = Scripted::new();
+    scripted.agent.config.spares = Some(SpareConfig { each: 1, env: Default::default(), warm_modules: Vec::new() });
+    scripted.agent.identify_spares("sandbox-1".to_owned(), 0);
+    scripted.agent.spares.add(100, Language::Bash);
+    scripted
+}
+
+#[test]
+fn one_that_was_taken_for_an_execution_that_fails_to_start_is_followed_by_another() {
+    let mut scripted = one_waits();
+    scripted.exec(1);
+    assert!(matches!(scripted.asked_of_init(), Some(Request::HandOver { serial: 100, .. })));
+    // Put off, since a program is being started.
+    scripted.agent.keep_spares(Instant::now() + Duration::from_secs(1));
+    let before = scripted.agent.last_serial;
+    scripted.init_says(&Report::Failed { serial: 100, message: "no such directory".to_owned() });
+    assert!(matches!(&scripted.heard()[..], [FromAgent::StartFailed { number: 1, .. }]));
+    // There are no groups here, so it stays with the attempt, which takes a number.
+    scripted.agent.keep_spares(Instant::now());
+    assert_eq!(scripted.agent.last_serial, before + 1);
+}
+
+#[test]
+fn one_that_was_taken_and_could_not_be_handed_over_is_ended_as_soon_as_init_listens() {
+    let mut scripted = one_waits();
+    let begun = Instant::now();
+    let flood = Request::Generation { generation: 0 };
+    let init = scripted.agent.supervisor.ready().unwrap().socket.as_fd();
+    while ipc::send(init, &flood, &[]).is_ok() {}
+    scripted.exec(1);
+    assert!(matches!(&scripted.heard()[..], [FromAgent::StartFailed { number: 1, .. }]));
+    // It is tried again, though nothing else happens, and the agent does not spin until then.
+    assert!(scripted.agent.spares.due().is_some_and(|due| due >= begun + Duration::from_millis(50)));
+    while let Some(request) = scripted.asked_of_init() {
+        assert!(matches!(request, Request::Generation { .. }), "{request:?}");
+    }
+    scripted.rounds();
+    assert!(matches!(scripted.asked_of_init(), Some(Request::Drop { serial: 100 })));
+    assert!(scripted.asked_of_init().is_none());
 }
 
 /// Two environments as large as they may be, each byte of which takes six to write.

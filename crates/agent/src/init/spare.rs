@@ -48,10 +48,15 @@ pub(super) struct Spare {
     /// None: it is gone.
     pub(super) pid: Option<i32>,
     env: BTreeMap<String, String>,
-    message: File,
-    token: Token,
+    /// How it is told. None: it was never started.
+    way: Option<Way>,
     group: OwnedFd,
     standard: [OwnedFd; 3],
+}
+
+struct Way {
+    message: File,
+    token: Token,
 }
 
 /// Where the byte goes, and where it comes out.
@@ -62,14 +67,19 @@ struct Token {
 
 /// A program that was handed to one, and may yet have to be started otherwise.
 pub(super) struct Handed {
-    written: Written,
+    program: Prepared,
     token: Token,
-    group: OwnedFd,
-    standard: [OwnedFd; 3],
-    input: bool,
     /// When it is looked at.
     pub(super) until: Instant,
     given_up_at: Instant,
+}
+
+/// All that it takes to start a program afresh.
+struct Prepared {
+    written: Written,
+    group: OwnedFd,
+    standard: [OwnedFd; 3],
+    input: bool,
 }
 
 impl Token {
@@ -104,31 +114,36 @@ impl Spare {
         else {
             return Err("the request came without its descriptors".to_owned());
         };
-        let failed = |error: io::Error| error.to_string();
-        let token = Token::new().map_err(failed)?;
-        let message = File::from(sys::high(sys::memory_file().map_err(failed)?.as_fd(), HIGH).map_err(failed)?);
         let Waiting { language, env, warm_modules } = about;
-        let extra = [token.take.as_raw_fd(), message.as_raw_fd()];
-        let pid = launch(serial, language, &env, &warm_modules, standard.each_ref().map(AsRawFd::as_raw_fd), waiting.as_raw_fd(), &extra);
-        Ok(Self { language, pid: pid.ok(), env, message, token, group, standard })
+        let way = Way::new().ok();
+        let pid = way.as_ref().and_then(|way| {
+            let standard = standard.each_ref().map(AsRawFd::as_raw_fd);
+            let extra = [way.token.take.as_raw_fd(), way.message.as_raw_fd()];
+            launch(serial, language, &env, &warm_modules, standard, waiting.as_raw_fd(), &extra).ok()
+        });
+        Ok(Self { language, pid, env, way, group, standard })
     }
 
     /// Gives it its code. The code is in its place already.
     pub(super) fn hand_over(self, written: Written, input: bool) -> Result<(i32, Option<Handed>), String> {
-        let told = self.pid.filter(|pid| self.tell(*pid, &written.program, input).is_ok());
-        let Self { pid, token, group, standard, .. } = self;
+        let told = self.pid.zip(self.way.as_ref()).is_some_and(|(pid, way)| self.tell(pid, way, &written.program, input).is_ok());
+        let Self { pid, way, group, standard, .. } = self;
+        let program = Prepared { written, group, standard, input };
         let now = Instant::now();
-        let handed = Handed { written, token, group, standard, input, until: now + LOOK_AFTER, given_up_at: now + CLAIM_WITHIN };
-        if let Some(pid) = told {
-            return Ok((pid, Some(handed)));
+        match (pid, way) {
+            (Some(pid), Some(Way { token, .. })) if told => {
+                Ok((pid, Some(Handed { program, token, until: now + LOOK_AFTER, given_up_at: now + CLAIM_WITHIN })))
+            }
+            (pid, _) => {
+                if let Some(pid) = pid {
+                    let _ = sys::kill(pid, libc::SIGKILL);
+                }
+                Ok((program.start()?, None))
+            }
         }
-        if let Some(pid) = pid {
-            let _ = sys::kill(pid, libc::SIGKILL);
-        }
-        Ok((handed.start_afresh()?, None))
     }
 
-    fn tell(&self, pid: i32, program: &Program, input: bool) -> Result<(), String> {
+    fn tell(&self, pid: i32, Way { message: file, token }: &Way, program: &Program, input: bool) -> Result<(), String> {
         if program.language != self.language || !fs::metadata(&program.cwd).is_ok_and(|found| found.is_dir()) {
             return Err("it is another program".to_owned());
         }
@@ -138,10 +153,16 @@ impl Spare {
         };
         let failed = |error: io::Error| error.to_string();
         // The guest may have written there.
-        self.message.set_len(0).and_then(|()| self.message.write_all_at(&message, 0)).map_err(failed)?;
+        file.set_len(0).and_then(|()| file.write_all_at(&message, 0)).map_err(failed)?;
         // By the number that it has in here, which is init's as well.
         nix::unistd::write(&self.group, pid.to_string().as_bytes()).map_err(|error| failed(error.into()))?;
-        self.token.give().map_err(failed)
+        token.give().map_err(failed)
+    }
+}
+
+impl Way {
+    fn new() -> io::Result<Self> {
+        Ok(Self { message: File::from(sys::high(sys::memory_file()?.as_fd(), HIGH)?), token: Token::new()? })
     }
 }
 
@@ -168,6 +189,12 @@ impl Handed {
 
     /// As if none had waited for it.
     pub(super) fn start_afresh(&self) -> Result<i32, String> {
+        self.program.start()
+    }
+}
+
+impl Prepared {
+    fn start(&self) -> Result<i32, String> {
         let [pipe, output, errors] = &self.standard;
         let nothing =
             if self.input { None } else { Some(File::open("/dev/null").map_err(|error| format!("cannot open /dev/null: {error}"))?) };
