@@ -403,8 +403,10 @@ async fn a_saved_sandbox_that_is_deleted_is_gone_for_everybody() {
         deleted.push(id);
     }
     for (server, id) in [&a, &b].into_iter().flat_map(|server| deleted.iter().map(move |id| (server, id))) {
-        assert_eq!(server.get(&format!("/v1/sandboxes/{id}")).status, 404);
-        assert_eq!(server.api(None, "DELETE", &format!("/v1/sandboxes/{id}"), &json!(null)).0, 404);
+        let path = format!("/v1/sandboxes/{id}");
+        // The instance that has saved and released it may still be clearing up when another one deletes it.
+        sandboxer_e2e::eventually("it is gone", sandboxer_e2e::DEADLINE, || server.get(&path).status == 404).await;
+        assert_eq!(server.api(None, "DELETE", &path, &json!(null)).0, 404);
         let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
         ws.expect_status("SANDBOX_RESTORING").await;
         let told = ws.expect_status("SANDBOX_NOT_FOUND").await;

@@ -107,12 +107,13 @@ impl Client {
 
     /// What a program says. The end of the one before may be told again.
     async fn run(&mut self, code: &str) -> String {
-        self.send(json!({"language": "bash", "code": code, "execution_id": code.len().to_string()})).await;
+        let id = code.len().to_string();
+        self.send(json!({"language": "bash", "code": code, "execution_id": id})).await;
         let mut said = String::new();
         loop {
             let message = self.next().await.expect("it goes on");
             match message["event"].as_str() {
-                _ if message["execution_id"] != code.len().to_string() => {}
+                _ if message["execution_id"].as_str() != Some(id.as_str()) => {}
                 Some("stdout") => said.push_str(message["data"].as_str().unwrap()),
                 _ if message["status"] == "SANDBOX_EXECUTION_DONE" => return said,
                 _ => {}
