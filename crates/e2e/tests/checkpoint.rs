@@ -426,6 +426,7 @@ async fn what_another_instance_runs_without_a_client_is_deleted_by_way_of_it() {
     assert_eq!(b.api(None, "DELETE", &format!("/v1/sandboxes/{id}"), &json!(null)).0, 204);
     sandboxer_e2e::eventually("it runs no longer", sandboxer_e2e::DEADLINE, || a.sandbox_processes().is_empty()).await;
     for server in [&a, &b] {
-        assert_eq!(server.get(&format!("/v1/sandboxes/{id}")).status, 404);
+        let gone = || server.get(&format!("/v1/sandboxes/{id}")).status == 404;
+        sandboxer_e2e::eventually("it is gone", sandboxer_e2e::DEADLINE, gone).await;
     }
 }
