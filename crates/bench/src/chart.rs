@@ -33,6 +33,7 @@ fn colour(column: Column) -> &'static str {
         Column::Raw => "#9aa0a6",
         Column::Fifo => "#c9b37e",
         Column::Package => "#d98c5f",
+        Column::Docker => "#7fa38a",
         Column::Server => "#2f6f9f",
     }
 }

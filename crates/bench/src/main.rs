@@ -5,6 +5,7 @@
 //!   limits of the host; `runsc exec` of the programs.
 //! - **agent, bare**: the agent in a sandbox as the server starts it, spoken to by a reader that discards everything.
 //! - **PyPI gvisor**: gVisor's own Python sandboxes, whose root is the host's own system.
+//! - **docker**: `docker run --runtime=runsc` and `docker exec`, an engine of its own with the system of our base image.
 //! - **this server**, as a client sees it who connects anew for each create.
 //!
 //! It measures; it decides nothing but whether the bars of `report` were met.
@@ -15,6 +16,7 @@ mod autosaves;
 mod bare;
 mod chart;
 mod client;
+mod docker;
 mod forks;
 mod growth;
 mod leftovers;
@@ -22,6 +24,7 @@ mod machine;
 mod memory;
 mod orphans;
 mod package;
+mod peer;
 mod programs;
 mod raw;
 mod report;
@@ -42,8 +45,8 @@ use clap::Parser;
 use sandboxer_runtime::{become_subreaper, userns};
 
 use crate::{
-    bare::Bare, client::Client, machine::Machine, package::Package, raw::Raw, rounds::Bench, samples::Samples, samples::Summary,
-    saves::Saves, server::Server,
+    bare::Bare, client::Client, docker::Docker, machine::Machine, package::Package, peer::Peer, raw::Raw, rounds::Bench, samples::Samples,
+    samples::Summary, saves::Saves, server::Server,
 };
 
 /// Measures sandboxer against raw runsc and gVisor's own Python package.
@@ -63,7 +66,7 @@ struct Args {
     #[arg(long, default_value_t = 10, value_name = "N")]
     idle_sandboxes: usize,
     /// What the throughput programs print, in MiB
-    #[arg(long, default_value_t = 64, value_name = "MIB")]
+    #[arg(long, default_value_t = 256, value_name = "MIB")]
     stdout_mib: usize,
     /// Measure these parts alone
     #[arg(long, value_name = "PART", value_delimiter = ',', default_value = "latency,stdout,saves,memory")]
@@ -157,7 +160,7 @@ async fn run(args: &Args, home: &Path) -> Result<bool> {
         spin_ms: Summary::of(&bench.spins),
     };
     let samples = std::mem::take(&mut bench.samples);
-    let package_error = bench.package_error.take();
+    let missing = [bench.package.error(), bench.docker.error()].map(|error| error.map(str::to_owned));
     if let Err(error) = bench.end().await {
         eprintln!("sandboxer-bench: while ending: {error:#}");
     }
@@ -175,7 +178,7 @@ async fn run(args: &Args, home: &Path) -> Result<bool> {
             fs::write(&path, text).with_context(|| path.display().to_string())?;
         }
     }
-    let mut json = report::json(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS, package_error.as_deref());
+    let mut json = report::json(&samples, &bars, &machine, args.rounds, programs::FOUR_IMPORTS, &missing);
     json["growth"] = serde_json::to_value(&growth)?;
     let json = serde_json::to_vec_pretty(&json)?;
     let latest = beside.parent().unwrap_or(&beside).join("bench/latest.json");
@@ -205,9 +208,9 @@ async fn grow(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<V
 }
 
 async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<Bench> {
-    let [server_home, fresh_home, ready_home, raw_home, bare_home, package_home] =
-        ["server", "fresh", "ready", "raw", "bare", "package"].map(|name| home.join(name));
-    for directory in [&server_home, &fresh_home, &ready_home, &raw_home, &bare_home, &package_home] {
+    let [server_home, fresh_home, ready_home, raw_home, bare_home, package_home, docker_home] =
+        ["server", "fresh", "ready", "raw", "bare", "package", "docker"].map(|name| home.join(name));
+    for directory in [&server_home, &fresh_home, &ready_home, &raw_home, &bare_home, &package_home, &docker_home] {
         fs::create_dir(directory)?;
     }
     let binary = args.server.clone().unwrap_or_else(|| beside.join("sandboxer"));
@@ -219,15 +222,10 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
     let image = server.image_of(&client.sandbox_id)?;
     let mut raw = Raw::open(runsc.to_owned(), &raw_home, image.clone()).await?;
     let (raw_sandbox, _) = raw.create().await.context("the first raw sandbox")?;
-    let bare = Bare::start(runsc.to_owned(), &bare_home, image).await.context("the sandbox for the bare reader")?;
+    let bare = Bare::start(runsc.to_owned(), &bare_home, image.clone()).await.context("the sandbox for the bare reader")?;
     let python = args.python.clone().or_else(package::default_python).context("no place to look for Python: HOME is not set")?;
-    let (package, package_error) = match Package::start(&python, runsc, &package_home).await {
-        Ok(package) => (Some(package), None),
-        Err(error) => {
-            eprintln!("sandboxer-bench: without the PyPI package gvisor: {error:#}");
-            (None, Some(format!("{error:#}")))
-        }
-    };
+    let package = Peer::started("the PyPI package gvisor", Package::start(&python, runsc, &package_home).await);
+    let docker = Peer::started("docker", Docker::start(runsc, &image, &docker_home).await);
     let saves = if args.only.contains(&Part::Saves) { Some(start_saves(args, &binary, runsc, home).await?) } else { None };
     Ok(Bench {
         saves,
@@ -241,7 +239,8 @@ async fn start(args: &Args, beside: &Path, runsc: &Path, home: &Path) -> Result<
         fresh_client,
         package,
         package_home,
-        package_error,
+        docker,
+        docker_home,
         samples: Samples::default(),
         spins: Vec::new(),
         stdout_mib: args.stdout_mib,

@@ -4,12 +4,11 @@ use std::{
     fs,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    process::Stdio,
     sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use futures_util::future::try_join_all;
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
@@ -26,9 +25,12 @@ use sandboxer_runtime::{
     Ended, Instance,
     link::{self, Link},
 };
-use tokio::{io::AsyncReadExt as _, net::unix::pipe, process::Command, time::timeout};
+use tokio::{net::unix::pipe, process::Command, time::timeout};
 
-use crate::{programs::Program, timing::Timing};
+use crate::{
+    programs::Program,
+    timing::{Timing, timed},
+};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 const CALL_LIMIT: Duration = Duration::from_secs(30);
@@ -36,7 +38,7 @@ const MIB: u64 = 1024 * 1024;
 /// As the server makes them.
 const OUT_PIPE_BYTES: i32 = 1024 * 1024;
 /// Where the image keeps the system that user code sees. To runsc it is no root, so programs are started by their own loader.
-const SYSTEM: &str = "/rootfs";
+pub(crate) const SYSTEM: &str = "/rootfs";
 const LIBRARIES: &str =
     if cfg!(target_arch = "aarch64") { "/rootfs/usr/lib/aarch64-linux-gnu" } else { "/rootfs/usr/lib/x86_64-linux-gnu" };
 const LOADER: &str = if cfg!(target_arch = "aarch64") { "ld-linux-aarch64.so.1" } else { "ld-linux-x86-64.so.2" };
@@ -167,32 +169,8 @@ impl Raw {
             .args(["-cwd", "/", "-env", "PATH=/usr/bin", "-env", "PYTHONUNBUFFERED=1"])
             .args(["-env", &format!("PYTHONHOME={SYSTEM}/usr"), &sandbox.id])
             .arg(format!("{LIBRARIES}/{LOADER}"))
-            .args(["--library-path", LIBRARIES, &format!("{SYSTEM}/usr/bin/{interpreter}"), flag, code])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true);
-        let begun = Instant::now();
-        let mut child = command.spawn().context("runsc exec")?;
-        let (Some(mut stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else { bail!("its streams are not there") };
-        let mut buffer = vec![0; 256 * 1024];
-        let (mut first, mut bytes) = (None, 0);
-        loop {
-            let count = timeout(LIMIT, stdout.read(&mut buffer)).await.context("runsc exec gives no output")??;
-            if count == 0 {
-                break;
-            }
-            first.get_or_insert_with(|| ms_since(begun));
-            bytes += count as u64;
-        }
-        let status = timeout(LIMIT, child.wait()).await.context("runsc exec does not end")??;
-        let timing = Timing { first_ms: first, done_ms: ms_since(begun), agent_ms: None, bytes };
-        if !status.success() {
-            let mut said = String::new();
-            stderr.read_to_string(&mut said).await?;
-            bail!("runsc exec ended with {status}: {}", said.trim());
-        }
-        timing.checked(program)
+            .args(["--library-path", LIBRARIES, &format!("{SYSTEM}/usr/bin/{interpreter}"), flag, code]);
+        timed(&mut command, program).await
     }
 }
 

@@ -299,7 +299,14 @@ fn short(value: f64) -> String {
     if value.abs() >= 100.0 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
 
-pub(crate) fn json(samples: &Samples, bars: &[Bar], machine: &Machine, rounds: usize, imports: &str, package_error: Option<&str>) -> Value {
+pub(crate) fn json(
+    samples: &Samples,
+    bars: &[Bar],
+    machine: &Machine,
+    rounds: usize,
+    imports: &str,
+    missing: &[Option<String>; 2],
+) -> Value {
     let mut rows = Map::new();
     for row in Row::ALL {
         let mut cells = Map::new();
@@ -317,7 +324,8 @@ pub(crate) fn json(samples: &Samples, bars: &[Bar], machine: &Machine, rounds: u
         "four_imports": imports,
         "rows": rows,
         "bars": bars,
-        "package_error": package_error,
+        "package_error": missing[0],
+        "docker_error": missing[1],
     })
 }
 
@@ -354,7 +362,7 @@ mod tests {
             load_after: String::new(),
             spin_ms: None,
         };
-        let json = json(&samples, &[], &machine, 1, "json", None);
+        let json = json(&samples, &[], &machine, 1, "json", &[None, None]);
         assert_eq!(json["rows"]["stdout_large"]["columns"]["fifo"]["p50"], 300.0);
     }
 }

@@ -8,9 +8,11 @@ use crate::{
     Part,
     bare::Bare,
     client::Client,
+    docker::Docker,
     machine,
     memory::{processes_under, pss_mib},
     package::Package,
+    peer::Peer,
     programs::{self, Program},
     raw::{Raw, RawSandbox, ms_since},
     samples::{Column, Row, Samples},
@@ -33,8 +35,10 @@ const IMPORTS: Rows = Rows { first: Some(Row::ImportsFirst), done: Row::ImportsD
 const ECHOES: usize = 4;
 const READY: usize = 3;
 const PRINTS: usize = 2;
-/// So many in a row, a third of them Python, in each round: with 15 rounds far more than 200.
-const BACK_TO_BACK: usize = 30;
+/// So many in a row, a third of them Python.
+const BACK_TO_BACK: usize = 200;
+/// What takes long is measured in every third round only.
+const SELDOM: usize = 3;
 /// After this the interpreters wait again that the last program took, their modules loaded. Programs of users come further apart than ours.
 const WAIT_AGAIN: std::time::Duration = std::time::Duration::from_millis(700);
 
@@ -54,10 +58,10 @@ pub(crate) struct Bench {
     /// One whose sandboxes have no interpreters that wait, and a sandbox of it.
     pub(crate) fresh: Server,
     pub(crate) fresh_client: Client,
-    /// None: not there, or it has failed.
-    pub(crate) package: Option<Package>,
+    pub(crate) package: Peer<Package>,
     pub(crate) package_home: PathBuf,
-    pub(crate) package_error: Option<String>,
+    pub(crate) docker: Peer<Docker>,
+    pub(crate) docker_home: PathBuf,
     pub(crate) samples: Samples,
     pub(crate) spins: Vec<f64>,
     pub(crate) stdout_mib: usize,
@@ -72,7 +76,7 @@ impl Bench {
             self.latencies(round).await?;
             self.spins.push(machine::spin());
         }
-        if self.parts.contains(&Part::Stdout) {
+        if self.parts.contains(&Part::Stdout) && round.is_multiple_of(SELDOM) {
             self.throughput(round).await?;
         }
         if let Some(saves) = &self.saves {
@@ -101,7 +105,7 @@ impl Bench {
             if let Some(agent_ms) = timing.agent_ms {
                 self.samples.add(Row::EchoAgent, Column::Server, agent_ms);
             }
-            if repeat == 0 {
+            if repeat == 0 && round.is_multiple_of(SELDOM) {
                 self.back_to_back(round).await.context("back to back")?;
             }
         }
@@ -148,9 +152,15 @@ impl Bench {
             // It is what the raw one waits for.
             Column::Fifo => return Ok(()),
             Column::Package => {
-                let Some(package) = &mut self.package else { return Ok(()) };
+                let Some(package) = self.package.get() else { return Ok(()) };
                 let created = package.create().await;
-                let Some(ms) = self.or_without_package(created).await else { return Ok(()) };
+                let Some(ms) = self.package.or_without(created) else { return Ok(()) };
+                ms
+            }
+            Column::Docker => {
+                let Some(docker) = self.docker.get() else { return Ok(()) };
+                let created = docker.create().await;
+                let Some(ms) = self.docker.or_without(created) else { return Ok(()) };
                 ms
             }
             Column::Server => {
@@ -178,10 +188,16 @@ impl Bench {
         let (client, ms) = Client::create_to_output(self.ready.address, program).await?;
         client.kill().await?;
         self.samples.add(Row::CreateToOutput, Column::Server, ms);
-        if let Some(package) = &mut self.package {
+        if let Some(package) = self.package.get() {
             let created = package.create_to_output(program).await;
-            if let Some(ms) = self.or_without_package(created).await {
+            if let Some(ms) = self.package.or_without(created) {
                 self.samples.add(Row::CreateToOutput, Column::Package, ms);
+            }
+        }
+        if let Some(docker) = self.docker.get() {
+            let created = docker.create_to_output(program).await;
+            if let Some(ms) = self.docker.or_without(created) {
+                self.samples.add(Row::CreateToOutput, Column::Docker, ms);
             }
         }
         Ok(())
@@ -208,29 +224,17 @@ impl Bench {
             Column::Fifo => self.bare.run(program).await,
             Column::Server => self.client.run(program).await,
             Column::Package => {
-                let Some(package) = &mut self.package else { return Ok(None) };
+                let Some(package) = self.package.get() else { return Ok(None) };
                 let timing = package.exec(program).await;
-                return Ok(self.or_without_package(timing).await);
+                return Ok(self.package.or_without(timing));
+            }
+            Column::Docker => {
+                let Some(docker) = self.docker.get() else { return Ok(None) };
+                let timing = docker.exec(program).await;
+                return Ok(self.docker.or_without(timing));
             }
         };
         timing.map(Some).with_context(|| format!("{:?} by {}", program.code, column.title()))
-    }
-
-    /// A package that fails is left out from then on.
-    async fn or_without_package<T>(&mut self, result: Result<T>) -> Option<T> {
-        match result {
-            Ok(value) => Some(value),
-            Err(error) => {
-                eprintln!("sandboxer-bench: the PyPI package gvisor is left out from here on: {error:#}");
-                self.package_error = Some(format!("{error:#}"));
-                if let Some(package) = self.package.take()
-                    && let Err(error) = package.end().await
-                {
-                    eprintln!("sandboxer-bench: {error:#}");
-                }
-                None
-            }
-        }
     }
 
     /// Memory of idle sandboxes, `count` of each kind.
@@ -250,13 +254,22 @@ impl Bench {
         for sandbox in sandboxes {
             self.raw.remove(sandbox).await?;
         }
-        if let Some(package) = &mut self.package {
+        if let Some(package) = self.package.get() {
             let before = pss_mib(&processes_under(&self.package_home, 0));
             let kept = package.keep(count).await;
-            if self.or_without_package(kept).await.is_some() {
+            if self.package.or_without(kept).is_some() {
                 tokio::time::sleep(REST).await;
                 let after = pss_mib(&processes_under(&self.package_home, 0));
                 self.samples.add(Row::Memory, Column::Package, share(after - before, count));
+            }
+        }
+        if let Some(docker) = self.docker.get() {
+            let before = pss_mib(&processes_under(&self.docker_home, 0));
+            let kept = docker.keep(count).await;
+            if self.docker.or_without(kept).is_some() {
+                tokio::time::sleep(REST).await;
+                let after = pss_mib(&processes_under(&self.docker_home, 0));
+                self.samples.add(Row::Memory, Column::Docker, share(after - before, count));
             }
         }
         Ok(())
@@ -277,7 +290,10 @@ impl Bench {
         if let Some(saves) = self.saves {
             saves.end().await?;
         }
-        match self.package {
+        if let Some(docker) = self.docker.into_inner() {
+            docker.end().await?;
+        }
+        match self.package.into_inner() {
             Some(package) => package.end().await,
             None => Ok(()),
         }
@@ -303,7 +319,7 @@ async fn memory_of(server: &Server, count: usize) -> Result<(f64, f64)> {
 }
 
 /// The columns, another one first each time: what comes first in a round has the machine's caches as something else left them.
-fn turned(round: usize) -> [Column; 4] {
+fn turned(round: usize) -> [Column; 5] {
     let mut columns = Column::ALL;
     columns.rotate_left(round % Column::ALL.len());
     columns

@@ -125,17 +125,20 @@ pub(crate) enum Column {
     Fifo,
     /// The PyPI package `gvisor`.
     Package,
+    /// `docker run --runtime=runsc` and `docker exec`.
+    Docker,
     Server,
 }
 
 impl Column {
-    pub(crate) const ALL: [Self; 4] = [Self::Raw, Self::Fifo, Self::Package, Self::Server];
+    pub(crate) const ALL: [Self; 5] = [Self::Raw, Self::Fifo, Self::Package, Self::Docker, Self::Server];
 
     pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Raw => "raw runsc",
             Self::Fifo => "agent, bare",
             Self::Package => "PyPI gvisor",
+            Self::Docker => "docker, runsc",
             Self::Server => "this server",
         }
     }

@@ -1,8 +1,14 @@
 //! How long one program took, as whoever asked for it saw it.
 
-use anyhow::{Result, ensure};
+use std::{process::Stdio, time::Instant};
 
-use crate::programs::Program;
+use anyhow::{Context as _, Result, bail, ensure};
+use tokio::{io::AsyncReadExt as _, process::Command, time::timeout};
+
+use crate::{
+    programs::Program,
+    raw::{LIMIT, ms_since},
+};
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Timing {
@@ -27,4 +33,30 @@ impl Timing {
     pub(crate) fn megabytes_per_second(&self) -> f64 {
         self.bytes as f64 / 1000.0 / (self.done_ms - self.first_ms.unwrap_or(0.0))
     }
+}
+
+/// Runs a command that runs `program`, and reads its output to the end.
+pub(crate) async fn timed(command: &mut Command, program: &Program) -> Result<Timing> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let begun = Instant::now();
+    let mut child = command.spawn()?;
+    let (Some(mut stdout), Some(mut stderr)) = (child.stdout.take(), child.stderr.take()) else { bail!("its streams are not there") };
+    let mut buffer = vec![0; 256 * 1024];
+    let (mut first, mut bytes) = (None, 0);
+    loop {
+        let count = timeout(LIMIT, stdout.read(&mut buffer)).await.context("no output")??;
+        if count == 0 {
+            break;
+        }
+        first.get_or_insert_with(|| ms_since(begun));
+        bytes += count as u64;
+    }
+    let status = timeout(LIMIT, child.wait()).await.context("it does not end")??;
+    let timing = Timing { first_ms: first, done_ms: ms_since(begun), agent_ms: None, bytes };
+    if !status.success() {
+        let mut said = String::new();
+        stderr.read_to_string(&mut said).await?;
+        bail!("it ended with {status}: {}", said.trim());
+    }
+    timing.checked(program)
 }
