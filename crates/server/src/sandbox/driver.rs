@@ -3,6 +3,11 @@
 //! It waits for many things at once and never for one of them alone: frames from the agent, room in the FIFO to it, requests from the
 //! client, room in the way to it, commands of the server, deadlines, and the end of the sandbox.
 
+mod attached;
+mod deadlines;
+mod finish;
+mod waits;
+
 use std::{
     path::PathBuf,
     sync::{Arc, atomic::AtomicU64},
@@ -13,8 +18,8 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use sandboxer_protocol::{
     SandboxId,
-    agent::{ExitCause, FromAgentFrame, PerStream, ToAgent},
-    client::{CloseCode, ErrorCode, Request, ServerEvent},
+    agent::FromAgentFrame,
+    client::{Request, ServerEvent},
     limits::MAX_FRAME_TO_AGENT_BYTES,
 };
 use sandboxer_runtime::{
@@ -23,29 +28,29 @@ use sandboxer_runtime::{
 };
 use sandboxer_store::{
     CheckpointName, Manifest,
-    lease::{
-        Lease,
-        handoff::{self, Consent, SaveError},
-    },
+    lease::handoff::{self, Consent, SaveError},
 };
 use tokio::{
     sync::{OwnedSemaphorePermit, mpsc, oneshot, watch},
-    time::{Instant, sleep_until, timeout},
+    time::{Instant, sleep_until},
 };
-use tracing::{debug, info, warn};
+use tracing::debug;
 
+pub(super) use self::attached::{Client, Grace, Knocking};
+use self::{
+    attached::MAX_KNOCKING,
+    waits::{certain, changed, packing, receive, reserve, stopped, under_way},
+};
 use super::{
     admission::Moment,
     asks::{self, Ask, Asks},
-    client::{ClientPort, FromClient, Incoming, Outbox, Outgoing},
-    delivery::Delivery,
+    client::{ClientPort, FromClient},
     execution::Execution,
-    farewell,
     files::{self, Packing, Progress},
     host::SandboxHost,
     last_use::LastUse,
     record::Record,
-    saving::{Kept, Rest, Saves, Stillness, Why, tell_volume},
+    saving::{Kept, Rest, Saves, Stillness},
     streams::{self, Streams, WayReply},
     transfers::{self, Push, SingleFiles, Transfers},
 };
@@ -55,30 +60,18 @@ use crate::{
     network::Egress,
 };
 
-/// How long an attached client has to answer when another one knocks.
-const KNOCK: Duration = Duration::from_secs(2);
 /// How long a client may take to say where it goes on, counted from its pong.
 pub(crate) const GRACE: Duration = Duration::from_millis(250);
 /// How long its pong may take.
 pub(crate) const GRACE_AT_MOST: Duration = Duration::from_secs(5);
-/// How long the last messages may take on their way to a client.
-const FAREWELL: Duration = Duration::from_secs(2);
 /// How long after the agent closed its end the runtime may take to say why.
 pub(crate) const END_EXPLAINED: Duration = Duration::from_secs(5);
 /// How long the agent may take to report the end of what it was told to kill.
 pub(super) const KILL_ANSWERED: Duration = Duration::from_secs(15);
-/// After how long a silent client is asked for a sign of life, and after how long it is given up. The second is long, since a client that
-/// does not read is not dead: its program waits for it.
-const SILENT_FOR: Duration = Duration::from_secs(60);
-const SILENT_AT_MOST: Duration = Duration::from_secs(300);
-/// Others that may knock while the attached client is asked for a sign of life.
-const MAX_KNOCKING: usize = 8;
 /// Beyond this no request is taken that could add to what waits for the agent.
 const MAX_AGENT_BACKLOG: usize = MAX_FRAME_TO_AGENT_BYTES;
 /// Frames of the agent that are taken together.
 const FRAMES_A_TURN: usize = 64;
-/// Under load, output between two pings.
-const PING_EVERY_BYTES: u64 = 512 * 1024;
 
 /// What the server may tell a driver.
 pub(crate) enum Command {
@@ -171,58 +164,6 @@ pub(crate) struct Ending {
     /// Nothing is left of the sandbox, so its directory may go too.
     pub(crate) removed: bool,
     pub(crate) dir: PathBuf,
-}
-
-/// A client that is attached.
-pub(super) struct Client {
-    pub(super) port: ClientPort,
-    pub(super) outbox: Outbox,
-    pub(super) delivery: Option<Delivery>,
-    pub(super) grace: Grace,
-    /// It asked where its output goes on, and waits for the answer.
-    pub(super) announce_resume: bool,
-    /// It only looks: what it gets is there for the next one too.
-    pub(super) peeks: bool,
-    /// From where it wanted its output.
-    pub(super) wanted: Option<PerStream<u64>>,
-    /// What the newest ping that is on its way will acknowledge.
-    ping: Option<Pinged>,
-    last_ping: Pinged,
-    /// A ping is wanted whatever there is to acknowledge.
-    ping_wanted: bool,
-    /// A pong to this ping, or a later one, is a sign of life to those who knock.
-    alive_from: u64,
-    /// It was told to go: nothing more is taken from it.
-    pub(super) leaving: bool,
-    /// When it last gave a sign of life.
-    heard_at: Instant,
-    /// Having been silent for long, it was asked whether it is there.
-    asked_after_silence: bool,
-    /// Its connection takes nothing any longer; what it sent before may still be here.
-    deaf: bool,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Pinged {
-    /// Pings are numbered, so that the newest pong stands for all before it.
-    sequence: u64,
-    number: u64,
-    upto: PerStream<u64>,
-    end: bool,
-}
-
-/// Whether a client that has just attached may still say where its output goes on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Grace {
-    Over,
-    UntilPong(Instant),
-    Until(Instant),
-}
-
-pub(super) struct Knocking {
-    port: ClientPort,
-    greeting: Vec<ServerEvent>,
-    reply: oneshot::Sender<Attachment>,
 }
 
 pub(crate) struct Driver {
@@ -576,132 +517,6 @@ impl Driver {
         Event::Handed
     }
 
-    fn next_deadline(&self) -> Option<Instant> {
-        let idle = self.idle_since.and_then(|since| Some(since + self.record.config.idle_timeout?));
-        let lifetime = self.max_lifetime.map(|lifetime| self.born + lifetime);
-        let execution = self.execution.as_ref().filter(|execution| execution.is_live()).and_then(|execution| execution.deadline);
-        let grace = self.client.as_ref().and_then(|client| match client.grace {
-            Grace::Over => None,
-            Grace::UntilPong(at) | Grace::Until(at) => Some(at),
-        });
-        let silence =
-            self.client.as_ref().map(|client| client.heard_at + if client.asked_after_silence { SILENT_AT_MOST } else { SILENT_FOR });
-        let quieting = match &self.saves.stillness {
-            Stillness::Quieting { until, .. } => Some(*until),
-            Stillness::Going | Stillness::Still => None,
-        };
-        if !self.saves.may_serve() {
-            // It stands still, and so does its time. Another instance that asks is answered all the same.
-            let asked = self.knock_deadline.filter(|_| !self.asking.is_empty());
-            return [quieting, self.link_closed, asked].into_iter().flatten().min();
-        }
-        let save = self.saves.next_due();
-        let stalled = self.transfers.deadline();
-        [idle, lifetime, execution, grace, silence, save, stalled, self.knock_deadline, self.kill_deadline, self.link_closed]
-            .into_iter()
-            .flatten()
-            .min()
-    }
-
-    fn on_deadline(&mut self) -> Option<Outcome> {
-        let now = Instant::now();
-        let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
-        if !self.saves.may_serve() && !due(self.link_closed) {
-            self.give_up_quieting(now);
-            if due(self.knock_deadline) && !self.asking.is_empty() {
-                self.on_client_gone();
-            }
-            return None;
-        }
-        self.give_up_transfers(now);
-        if self.saves.saving.is_none() && self.rollback.is_none() {
-            if due(self.saves.due) {
-                self.save(Why::Disconnected);
-            } else if due(self.saves.autosave_due) {
-                self.autosave();
-            }
-        }
-        if let Some(lifetime) = self.max_lifetime
-            && due(Some(self.born + lifetime))
-        {
-            return Some(Outcome::Lifetime(lifetime));
-        }
-        if let (Some(since), Some(idle)) = (self.idle_since, self.record.config.idle_timeout)
-            && due(Some(since + idle))
-        {
-            if self.saves.kept.is_none() || !self.record.config.idle_checkpoint {
-                return Some(Outcome::Idle(idle));
-            }
-            if self.saves.saving.is_none() {
-                self.save(Why::Idle);
-            }
-            return None;
-        }
-        if due(self.link_closed) {
-            return Some(Outcome::Died(End::Failed("the agent closed its end of the conversation".to_owned())));
-        }
-        if due(self.kill_deadline) {
-            return Some(Outcome::Died(End::Failed("the agent did not end the processes it was told to kill".to_owned())));
-        }
-        if due(self.knock_deadline) {
-            info!("the attached client gave no sign of life; the next one takes its place");
-            self.on_client_gone();
-        }
-        if let Some(client) = &mut self.client {
-            if due(Some(client.heard_at + SILENT_AT_MOST)) {
-                info!("the client has been silent for too long");
-                self.on_client_gone();
-            } else if due(Some(client.heard_at + SILENT_FOR)) && !client.asked_after_silence {
-                client.ping_wanted = true;
-                client.asked_after_silence = true;
-            }
-        }
-        if let Some(execution) = self.execution.as_mut()
-            && execution.is_live()
-            && due(execution.deadline)
-        {
-            execution.deadline = None;
-            self.kill_execution(ExitCause::TimedOut);
-        }
-        if let Some(Client { grace: Grace::UntilPong(at) | Grace::Until(at), .. }) = &self.client
-            && due(Some(*at))
-        {
-            self.resume(None);
-        }
-        None
-    }
-
-    /// With a client attached or a program running a sandbox is never idle. Since when it is, is written down: a server that is restarted
-    /// does not begin to count anew.
-    fn note_idleness(&mut self) {
-        let busy = self.client.is_some()
-            || self.packing.is_some()
-            || self.transfers.keep_busy()
-            || self.streams.tunnel.serves()
-            || self.execution.as_ref().is_some_and(Execution::is_live);
-        match (busy, self.idle_since) {
-            (true, None) | (false, Some(_)) => return,
-            (true, Some(_)) => {
-                self.idle_since = None;
-                self.record.idle_since = None;
-            }
-            (false, None) => {
-                let now = jiff::Timestamp::now();
-                let since = self.record.idle_since.get_or_insert(now);
-                let gone_by = Duration::try_from(now.duration_since(*since)).unwrap_or_default();
-                self.idle_since = Instant::now().checked_sub(gone_by).or_else(|| Some(Instant::now()));
-            }
-        }
-        if let Err(error) = self.record.write(&self.dir) {
-            warn!(%error, "the record of the sandbox could not be written");
-        }
-    }
-
-    /// It could not be saved when it was idle: that is tried again after as long.
-    pub(super) fn count_idleness_anew(&mut self) {
-        self.idle_since = Some(Instant::now());
-    }
-
     pub(super) fn moment(&self) -> Moment {
         match &self.execution {
             None => Moment::Idle,
@@ -711,407 +526,5 @@ impl Driver {
                 if unfinished { Moment::Finishing } else { Moment::Idle }
             }
         }
-    }
-
-    /// Asks the attached client for a sign of life.
-    pub(super) fn knock(&mut self) {
-        if let Some(client) = &mut self.client {
-            client.ping_wanted = true;
-            client.alive_from = client.last_ping.sequence + 1;
-            self.knock_deadline.get_or_insert_with(|| Instant::now() + KNOCK);
-        }
-    }
-
-    pub(super) fn on_attach(&mut self, newcomer: Knocking) {
-        match &self.client {
-            Some(client) if !client.port.outgoing.is_closed() => {
-                if self.knocking.len() >= MAX_KNOCKING {
-                    // Nobody waits for an answer any longer if this fails.
-                    let _ = newcomer.reply.send(Attachment::InUse);
-                    return;
-                }
-                self.knocking.push(newcomer);
-                self.knock();
-            }
-            Some(_) => {
-                self.knocking.push(newcomer);
-                self.on_client_gone();
-            }
-            None => self.attach(newcomer),
-        }
-    }
-
-    fn attach(&mut self, newcomer: Knocking) {
-        let Knocking { port, greeting, reply } = newcomer;
-        if reply.send(Attachment::Attached).is_err() {
-            return;
-        }
-        let mut outbox = Outbox::default();
-        for event in greeting {
-            outbox.event(event);
-        }
-        let news = self.execution.as_ref().is_some_and(Execution::has_news);
-        let grace = if news { Grace::UntilPong(Instant::now() + GRACE_AT_MOST) } else { Grace::Over };
-        self.client = Some(Client {
-            port,
-            outbox,
-            delivery: None,
-            grace,
-            announce_resume: false,
-            peeks: false,
-            wanted: None,
-            ping: None,
-            last_ping: Pinged::default(),
-            ping_wanted: news,
-            alive_from: 0,
-            leaving: false,
-            heard_at: Instant::now(),
-            asked_after_silence: false,
-            deaf: false,
-        });
-        self.last_use.note();
-        debug!("a client is attached");
-    }
-
-    fn on_client_gone(&mut self) {
-        self.knock_deadline = None;
-        self.waiting = None;
-        if let Some(mut client) = self.client.take() {
-            self.last_use.note();
-            debug!("the client is gone");
-            if let Some(Pinged { number, upto, end, .. }) = client.last_answer() {
-                self.acknowledge(number, upto, end);
-            }
-            if client.delivery.is_some()
-                && let Some(execution) = &self.execution
-            {
-                self.writer.queue(&ToAgent::Pause { number: execution.number });
-            }
-        }
-        while self.client.is_none() && !self.knocking.is_empty() {
-            let next = self.knocking.remove(0);
-            self.attach(next);
-        }
-        if self.client.is_none() {
-            self.asks.let_in();
-        }
-        self.give_way();
-        self.turn_away();
-        self.save_soon();
-    }
-
-    /// The connection takes nothing any longer. What the client sent before it went is still carried out, except what waits for it to
-    /// read.
-    fn on_deaf(&mut self) {
-        if self.waiting.is_some() {
-            self.on_client_gone();
-        } else if let Some(client) = &mut self.client {
-            client.deaf = true;
-        }
-    }
-
-    /// The attached client lives: whoever knocked is told so.
-    fn turn_away(&mut self) {
-        self.knock_deadline = None;
-        self.asks.turn_away();
-        for asking in self.asking.drain(..) {
-            let _ = asking.send(Consent::InUse);
-        }
-        for knocking in self.knocking.drain(..) {
-            let _ = knocking.reply.send(Attachment::InUse);
-        }
-    }
-
-    fn on_pong(&mut self, payload: &[u8]) {
-        let Some(client) = &mut self.client else { return };
-        client.heard();
-        let sequence = Pinged::sequence_of(payload).filter(|sequence| *sequence <= client.last_ping.sequence);
-        if !client.leaving && sequence >= Some(client.alive_from) {
-            self.turn_away();
-        }
-        let Some(client) = &mut self.client else { return };
-        if let Grace::UntilPong(_) = client.grace {
-            client.grace = Grace::Until(Instant::now() + GRACE);
-        }
-        let Some(pinged) = client.ping.filter(|pinged| sequence >= Some(pinged.sequence)) else { return };
-        client.ping = None;
-        self.acknowledge(pinged.number, pinged.upto, pinged.end);
-    }
-
-    /// A client has this much of an execution for sure.
-    pub(super) fn acknowledge(&mut self, number: u64, upto: PerStream<u64>, end: bool) {
-        if self.client.as_ref().is_some_and(|client| client.peeks) {
-            return;
-        }
-        let Some(execution) = self.execution.as_mut().filter(|execution| execution.number == number) else { return };
-        let news = end && !execution.end_acknowledged;
-        execution.end_acknowledged |= end;
-        if execution.acknowledge(upto) || news {
-            let (upto, end) = (execution.acknowledged, execution.end_acknowledged);
-            self.writer.queue(&ToAgent::Ack { number, upto, end });
-        }
-    }
-
-    /// A ping that should go out now: right behind output, one at a time.
-    fn ping_due(&self) -> Option<Pinged> {
-        let client = self.client.as_ref().filter(|client| !client.leaving)?;
-        let last = client.last_ping;
-        let sequence = last.sequence + 1;
-        let now = match &client.delivery {
-            Some(delivery) if delivery.is_answered() => {
-                Pinged { sequence, number: delivery.number, upto: delivery.handed(), end: delivery.end_handed }
-            }
-            _ => Pinged { sequence, ..last },
-        };
-        if client.ping_wanted {
-            return Some(now);
-        }
-        if client.ping.is_some() {
-            return None;
-        }
-        let fresh = |now: u64, last: u64| if last > now { now } else { now - last };
-        let bytes = fresh(now.upto.stdout, last.upto.stdout).saturating_add(fresh(now.upto.stderr, last.upto.stderr));
-        let news = (now.number, now.upto, now.end) != (last.number, last.upto, last.end);
-        (news && (client.outbox.is_empty() || bytes >= PING_EVERY_BYTES)).then_some(now)
-    }
-
-    fn hand_out(&mut self, permit: mpsc::OwnedPermit<Outgoing>, ping: Option<Pinged>) {
-        let Some(client) = &mut self.client else { return };
-        if let Some(ping) = ping {
-            client.ping = Some(ping);
-            client.last_ping = ping;
-            client.ping_wanted = false;
-            permit.send(Outgoing::Ping(ping.payload()));
-            return;
-        }
-        let Some(message) = client.outbox.pop() else { return };
-        if let Some(delivery) = &mut client.delivery {
-            match &message {
-                Outgoing::Output(piece) => {
-                    let more = delivery.hand(piece);
-                    if more {
-                        self.writer.queue(&ToAgent::Credit { number: delivery.number, upto: delivery.granted() });
-                    }
-                }
-                Outgoing::End(_) => delivery.end_handed = true,
-                _ => {}
-            }
-        }
-        permit.send(message);
-    }
-
-    /// Says the last words to the client and ends the sandbox, or leaves it.
-    async fn finish(mut self, outcome: Outcome) -> Ending {
-        info!(?outcome, "ending");
-        for knocking in self.knocking.drain(..) {
-            let _ = knocking.reply.send(Attachment::InUse);
-        }
-        self.late.clear();
-        let mut client = self.client.take();
-        if let Outcome::Checkpointed { .. } | Outcome::HandedOver = outcome {
-            // It counts, and nothing of it here does.
-            if let Some(reply) = self.asks.take(asks::What::Checkpoint) {
-                let _ = reply.send(Ok(asks::Told::Checkpointed));
-            }
-            tell(client.as_mut(), farewell::after(&outcome)).await;
-            client = None;
-        }
-        if let Outcome::LeftRunning = outcome {
-            self.leave(client, farewell::after(&outcome)).await;
-            return Ending { outcome, removed: false, dir: self.dir };
-        }
-        let told = tell(client.as_mut(), farewell::before(&outcome));
-        let ((), removed) = tokio::join!(told, self.runtime.remove(self.record.container(), &self.dir));
-        if let Err(error) = &removed {
-            warn!(%error, "the sandbox could not be removed whole; the next start of the server tries again");
-        }
-        if let Some(kept) = self.saves.kept.take() {
-            // Its lease may want to be heard meanwhile, and must not wait for that.
-            self.commands.close();
-            tell_volume(kept, &self.record, &outcome).await;
-        }
-        (self.on_end)(&outcome);
-        tell(client.as_mut(), farewell::after(&outcome)).await;
-        Ending { outcome, removed: removed.is_ok(), dir: self.dir }
-    }
-
-    /// The sandbox goes on without us. What the client read to its end need not be repeated by the next server.
-    async fn leave(&mut self, client: Option<Client>, last_words: Vec<Outgoing>) {
-        if let Some(mut client) = client {
-            let delivery = client.delivery.take();
-            for message in last_words {
-                client.outbox.push(message);
-            }
-            let mut handed = delivery.as_ref().filter(|_| !client.peeks).map(Delivery::handed);
-            let mut end_handed = delivery.as_ref().is_some_and(|delivery| delivery.end_handed);
-            let until = Instant::now() + FAREWELL;
-            while let Some(message) = client.outbox.pop() {
-                match (&message, &mut handed) {
-                    (Outgoing::Output(piece), Some(handed)) => *handed.get_mut(piece.stream) = piece.end,
-                    (Outgoing::End(_), _) => end_handed = true,
-                    _ => {}
-                }
-                if !matches!(tokio::time::timeout_at(until, client.port.outgoing.send(message)).await, Ok(Ok(()))) {
-                    break;
-                }
-            }
-            let read = tokio::time::timeout_at(until, async {
-                while let Some(incoming) = client.port.incoming.recv().await {
-                    if matches!(incoming.message, FromClient::ReadToTheEnd) {
-                        return true;
-                    }
-                }
-                false
-            });
-            let read = read.await;
-            if let Some(Pinged { number, upto, end, .. }) = client.last_answer() {
-                self.acknowledge(number, upto, end);
-            }
-            if let (Ok(true), Some(delivery), Some(handed)) = (read, delivery, handed) {
-                self.acknowledge(delivery.number, handed, end_handed);
-            }
-            if let Some(execution) = &self.execution {
-                self.writer.queue(&ToAgent::Pause { number: execution.number });
-            }
-        }
-        let flushed = timeout(FAREWELL, self.writer.flush());
-        // What was not written is asked for again by the next server: nothing is lost by it.
-        let _ = flushed.await;
-    }
-
-    pub(super) fn close_client(&mut self, code: CloseCode) {
-        if let Some(client) = &mut self.client {
-            client.outbox.push(Outgoing::Close(code));
-            client.leaving = true;
-        }
-    }
-
-    /// Tells what has happened in the sandbox by itself.
-    pub(super) fn tell_notice(&mut self, code: ErrorCode, message: impl Into<String>) {
-        if let Some(client) = &mut self.client {
-            client.outbox.notice(code, message);
-        }
-    }
-
-    pub(super) fn tell_error(&mut self, code: ErrorCode, message: impl Into<String>) {
-        if let Some(client) = &mut self.client {
-            client.outbox.error(code, message);
-        }
-    }
-}
-
-impl Client {
-    /// It gave a sign of life.
-    pub(super) fn heard(&mut self) {
-        self.heard_at = Instant::now();
-        self.asked_after_silence = false;
-    }
-
-    /// What it was told and asked before is of no use any more: the sandbox is another one.
-    pub(super) fn begin_again(&mut self, grace: Grace) {
-        self.outbox.take_back_output();
-        self.delivery = None;
-        self.announce_resume = false;
-        self.wanted = None;
-        // An answer to an earlier ping says nothing of what comes now.
-        self.ping = None;
-        self.last_ping = Pinged { sequence: self.last_ping.sequence, ..Pinged::default() };
-        self.ping_wanted = true;
-        self.grace = grace;
-    }
-
-    /// What its newest pong acknowledges, if nobody has looked at it yet: that it went right behind it takes nothing from its answer.
-    fn last_answer(&mut self) -> Option<Pinged> {
-        let pong = self.port.pongs.borrow_and_update();
-        let sequence = Pinged::sequence_of(&pong).filter(|sequence| pong.has_changed() && *sequence <= self.last_ping.sequence);
-        drop(pong);
-        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence)).filter(|_| !self.peeks)
-    }
-}
-
-impl Pinged {
-    /// At most 125 bytes, as a ping may carry.
-    fn payload(&self) -> Bytes {
-        let Self { sequence, number, upto: PerStream { stdout, stderr }, end } = self;
-        Bytes::from(format!("{sequence} {number} {stdout} {stderr} {}", u8::from(*end)))
-    }
-
-    fn sequence_of(payload: &[u8]) -> Option<u64> {
-        std::str::from_utf8(payload).ok()?.split(' ').next()?.parse().ok()
-    }
-}
-
-/// Puts the last messages on their way, as far as the client reads.
-async fn tell(client: Option<&mut Client>, last: Vec<Outgoing>) {
-    let Some(client) = client else { return };
-    for message in last {
-        client.outbox.push(message);
-    }
-    let until = Instant::now() + FAREWELL;
-    while let Some(message) = client.outbox.pop() {
-        if !matches!(tokio::time::timeout_at(until, client.port.outgoing.send(message)).await, Ok(Ok(()))) {
-            break;
-        }
-    }
-}
-
-/// What the server wants of all its sandboxes; of one that it stops already, that it be left.
-async fn stopped(stop: &mut watch::Receiver<Option<Stop>>, draining: bool) -> Stop {
-    let news = |stop: &Option<Stop>| if draining { *stop == Some(Stop::Restart) } else { stop.is_some() };
-    match stop.wait_for(news).await.map(|stop| *stop) {
-        Ok(Some(stop)) => stop,
-        // The server is gone; the closed commands tell of it.
-        _ => std::future::pending().await,
-    }
-}
-
-/// The outcome of something under way, never if there is none. Cancel-safe.
-async fn under_way<T>(work: Option<&mut BoxFuture<'static, T>>) -> T {
-    match work {
-        Some(work) => work.await,
-        None => std::future::pending().await,
-    }
-}
-
-/// How a filesystem snapshot comes along, never if there is none. Cancel-safe.
-async fn packing(packing: Option<&mut Packing>) -> Progress {
-    match packing {
-        Some(packing) => packing.next().await,
-        None => std::future::pending().await,
-    }
-}
-
-/// Until the lease is held for certain; for ever if it never is again, which its keeper hears of.
-async fn certain(lease: Option<Lease>) {
-    let certain = match &lease {
-        Some(lease) => lease.certain().await.is_ok(),
-        None => false,
-    };
-    if !certain {
-        std::future::pending::<()>().await;
-    }
-}
-
-async fn receive(from: Option<&mut mpsc::Receiver<Incoming>>) -> Option<FromClient> {
-    match from {
-        Some(from) => from.recv().await.map(|incoming| incoming.message),
-        None => std::future::pending().await,
-    }
-}
-
-async fn changed(pongs: Option<&mut watch::Receiver<Bytes>>) -> Bytes {
-    if let Some(pongs) = pongs
-        && pongs.changed().await.is_ok()
-    {
-        return pongs.borrow_and_update().clone();
-    }
-    // No connection, or one that has ended: that is heard of elsewhere.
-    std::future::pending().await
-}
-
-async fn reserve(outgoing: Option<&mpsc::Sender<Outgoing>>) -> Option<mpsc::OwnedPermit<Outgoing>> {
-    match outgoing {
-        Some(outgoing) => outgoing.clone().reserve_owned().await.ok(),
-        None => std::future::pending().await,
     }
 }
