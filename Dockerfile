@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # The server, runsc and a base image for sandboxes, ready to run. What it needs of whoever runs it: deploy/README.md.
 #
 #   docker build -t sandboxer .
@@ -24,7 +23,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates
 COPY --from=sandboxer /out/sandboxer /usr/local/bin/sandboxer
 # As an ordinary user: that way needs no privileges of the build.
 USER builder
-RUN sandboxer image build --image-dir /home/builder/images
+# What a second build would save time with stays behind.
+RUN sandboxer image build --image-dir /home/builder/images && rm -r /home/builder/images/cache
 
 # --- what runs ----------------------------------------------------------------------------------------------------------------------
 FROM debian:bookworm-slim
