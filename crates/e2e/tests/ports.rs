@@ -42,6 +42,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             for n in range(64):
                 self.wfile.write(b'10000\r\n' + bytes([n]) * 65536 + b'\r\n')
             self.wfile.write(b'0\r\n\r\n'); return
+        if path == '/unasked':
+            self.wfile.write(b'HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nother'); self.close_connection = True; return
         if path == '/cut':
             self.send_response(200); self.send_header('Content-Length', '1000'); self.end_headers(); self.wfile.write(b'x'); self.close_connection = True; return
         self.say(json.dumps({'line': self.requestline, 'headers': self.headers.items()}), 'application/json')
@@ -112,6 +114,9 @@ async fn a_server_inside_is_reached_with_bodies_of_any_size_in_both_directions()
     let content = vec![5; 5 << 20];
     assert_eq!(http::bytes(address, "POST", &path(&ws, "/up"), &[], &content).unwrap().body, sha256(&content));
     assert!(http::bytes(address, "GET", &path(&ws, "/cut"), &[], b"").is_err(), "what breaks off is not whole");
+    // Nor does it become something else than was asked for, for whoever is on the way.
+    let unasked = http::try_get(address, &path(&ws, "/unasked"), &[]).unwrap();
+    assert_eq!((unasked.status, unasked.json()["error"]["code"].as_str()), (502, Some("bad_gateway")), "{}", unasked.body);
     // Nobody there, no such sandbox, no such port.
     let at = |id: &str, port: &str| http::try_get(address, &format!("/v1/sandboxes/{id}/ports/{port}/"), &[]).unwrap();
     let nobody = at(&ws.sandbox_id, "8001");

@@ -84,10 +84,14 @@ impl Log {
         self.lock().push(connection)
     }
 
-    /// It is over. Whoever was forgotten meanwhile is written down all the same.
-    pub(super) fn end(&self, number: u64, connection: Connection) {
+    /// It is over, and is remembered from now on if it was not before. Whoever was forgotten meanwhile is written down all the same.
+    pub(super) fn end(&self, number: Option<u64>, connection: Connection) {
         let mut kept = self.lock();
         kept.write(&connection);
+        let Some(number) = number else {
+            kept.push(connection);
+            return;
+        };
         if let Some((_, known)) = kept.connections.iter_mut().find(|(known, _)| *known == number) {
             *known = connection;
         }
@@ -180,7 +184,7 @@ mod tests {
         for port in 0..5000 {
             let number = log.begin(connection(port, false));
             assert_eq!(log.all().last().unwrap().duration_ms, None);
-            log.end(number, connection(port, true));
+            log.end(Some(number), connection(port, true));
         }
         let all = log.all();
         assert_eq!((all.len(), all[0].port, all.last().unwrap().port), (KEPT, 4000, 4999));

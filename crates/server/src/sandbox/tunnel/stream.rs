@@ -20,7 +20,34 @@ pub(crate) struct TunnelStream {
     pub(super) number: Number,
 }
 
+/// Sees a stream break while nobody reads or writes it: whoever copies may wait for the other side only.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    shared: Arc<Shared>,
+    number: Number,
+}
+
+impl Watch {
+    /// Until it breaks. One that comes to an ordinary end, or is dropped here, never does.
+    pub(crate) async fn broken(&self) {
+        std::future::poll_fn(|context| match self.shared.lock().streams.get_mut(&self.number) {
+            Some(Stream { phase: Phase::Broken(_), .. }) => Poll::Ready(()),
+            Some(stream) => {
+                stream.watcher = Some(context.waker().clone());
+                Poll::Pending
+            }
+            None => Poll::Pending,
+        })
+        .await;
+    }
+}
+
 impl TunnelStream {
+    /// One at a time.
+    pub(crate) fn watch(&self) -> Watch {
+        Watch { shared: Arc::clone(&self.shared), number: self.number }
+    }
+
     /// The next byte that will be read, which stays; none: there is no more.
     pub(crate) async fn peek(&self) -> io::Result<Option<u8>> {
         std::future::poll_fn(|context| {
