@@ -67,7 +67,7 @@ impl Driver {
                 Some(Say::Control(message)) => self.writer.queue(&message),
                 Some(Say::Data(stream, data)) => {
                     said += data.len();
-                    self.writer.queue_tunnel(stream, &data);
+                    self.writer.queue_tunnel(stream, data.freeze());
                 }
             }
         }

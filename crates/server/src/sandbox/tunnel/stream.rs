@@ -1,7 +1,7 @@
 //! The end of a stream that a task of this server has.
 
 use std::{
-    io,
+    io::{self, IoSlice},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -80,6 +80,30 @@ impl TunnelStream {
         .await
     }
 
+    /// Takes of these parts what there is room for.
+    fn put(&self, context: &mut Context<'_>, parts: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        self.with(|stream| {
+            let Some(stream) = stream else { return Poll::Ready(Err(broken())) };
+            if matches!(stream.phase, Phase::Broken(_)) {
+                return Poll::Ready(Err(broken()));
+            }
+            if stream.closing != Closing::Open {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            let before = stream.outbox.len();
+            for part in parts {
+                let length = part.len().min(OUTBOX_BYTES - stream.outbox.len());
+                stream.outbox.extend_from_slice(&part[..length]);
+            }
+            let taken = stream.outbox.len() - before;
+            if taken == 0 && parts.iter().any(|part| !part.is_empty()) {
+                stream.writer = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+            Poll::Ready(Ok(taken))
+        })
+    }
+
     fn with<T>(&self, change: impl FnOnce(Option<&mut Stream>) -> T) -> T {
         let mut state = self.shared.lock();
         let changed = change(state.streams.get_mut(&self.number));
@@ -121,22 +145,16 @@ impl AsyncRead for TunnelStream {
 
 impl AsyncWrite for TunnelStream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
-        self.with(|stream| {
-            let Some(stream) = stream else { return Poll::Ready(Err(broken())) };
-            if matches!(stream.phase, Phase::Broken(_)) {
-                return Poll::Ready(Err(broken()));
-            }
-            if stream.closing != Closing::Open {
-                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-            }
-            let length = data.len().min(OUTBOX_BYTES - stream.outbox.len());
-            if length == 0 && !data.is_empty() {
-                stream.writer = Some(context.waker().clone());
-                return Poll::Pending;
-            }
-            stream.outbox.extend_from_slice(&data[..length]);
-            Poll::Ready(Ok(length))
-        })
+        self.put(context, &[IoSlice::new(data)])
+    }
+
+    fn poll_write_vectored(self: Pin<&mut Self>, context: &mut Context<'_>, parts: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        self.put(context, parts)
+    }
+
+    /// So that nobody copies parts together before they are copied here.
+    fn is_write_vectored(&self) -> bool {
+        true
     }
 
     /// What was written is on its way; there is nothing more to be done about it.
