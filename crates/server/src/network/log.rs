@@ -116,7 +116,9 @@ impl Kept {
     fn push(&mut self, connection: Connection) -> u64 {
         self.next += 1;
         if self.connections.len() >= KEPT {
-            self.connections.pop_front();
+            // What goes on is not forgotten for what is over.
+            let over = self.connections.iter().position(|(_, connection)| connection.duration_ms.is_some());
+            self.connections.remove(over.unwrap_or(0));
         }
         self.connections.push_back((self.next, connection));
         self.next
@@ -175,6 +177,17 @@ mod tests {
             received: 0,
             duration_ms: over.then_some(1),
         }
+    }
+
+    #[test]
+    fn what_goes_on_is_seen_however_many_come_after_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = Log::open(dir.path());
+        let number = log.begin(connection(1, false));
+        (0..5000).for_each(|_| log.end(None, connection(2, true)));
+        assert_eq!((log.all().len(), log.all()[0].port), (KEPT, 1));
+        log.end(Some(number), connection(1, true));
+        assert_eq!(log.all()[0].duration_ms, Some(1));
     }
 
     #[test]
