@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs, path::PathBuf, time::Instant};
 use bytes::Bytes;
 use nix::{
     sys::signal::{Signal, kill},
-    unistd::Pid,
+    unistd::{Pid, geteuid},
 };
 use sandboxer_e2e::DEADLINE;
 use sandboxer_protocol::{
@@ -51,6 +51,7 @@ struct Served {
 
 impl Bare {
     pub(crate) async fn start() -> Self {
+        assert!(geteuid().is_root(), "only root can start a sandbox in a test's own process: run these tests as root");
         sandboxer_runtime::become_subreaper().unwrap();
         // Short: there are socket paths below it.
         let home = tempfile::Builder::new().prefix("sbx-bare-").tempdir_in("/tmp").unwrap();
