@@ -20,6 +20,9 @@ use crate::sys;
 /// With this much unsaid nothing more is read: whoever asks without listening waits.
 const MAX_UNSAID_BYTES: usize = 1024 * 1024;
 
+/// A buffer that had to be larger than this is given back as soon as it is empty.
+const KEEP_ROOM_BYTES: usize = 256 * 1024;
+
 /// Frames of output written by one call.
 const PIECES_AT_ONCE: usize = 4;
 
@@ -36,6 +39,8 @@ pub(crate) struct Link {
     pub(crate) writable: bool,
     /// The last read found nobody at the other end.
     pub(crate) alone: bool,
+    /// The most that was in the buffer since it was given back.
+    room: usize,
 }
 
 /// What [`Link::hear`] found.
@@ -69,6 +74,7 @@ impl Link {
             readable: true,
             writable: true,
             alone: false,
+            room: 0,
         })
     }
 
@@ -91,11 +97,22 @@ impl Link {
         if let Some(event) = self.decoder.next() {
             return Heard::Event(event);
         }
-        if self.decoder.buffer().is_empty() && self.decoder.buffer().capacity() > 0 {
-            // An idle agent holds no buffer.
-            *self.decoder.buffer() = BytesMut::new();
+        if self.room > KEEP_ROOM_BYTES {
+            self.rest();
         }
         if self.wants_to_read() { self.read(scratch) } else { Heard::Nothing }
+    }
+
+    pub(crate) fn holds_room(&self) -> bool {
+        self.room > 0
+    }
+
+    /// Gives back what it has to hear with: an idle agent holds no buffer. Not after each time: to get it anew is dear here, and more may come.
+    pub(crate) fn rest(&mut self) {
+        if self.decoder.buffer().is_empty() {
+            *self.decoder.buffer() = BytesMut::new();
+            self.room = 0;
+        }
     }
 
     fn read(&mut self, scratch: &mut [u8]) -> Heard {
@@ -111,6 +128,7 @@ impl Link {
             Ok(count) => {
                 self.alone = false;
                 self.decoder.buffer().extend_from_slice(&scratch[..count]);
+                self.room = self.room.max(self.decoder.buffer().len());
                 Heard::Bytes
             }
             Err(error) => {

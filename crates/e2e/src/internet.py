@@ -14,6 +14,8 @@ import time
 
 root, certificate, key = sys.argv[1:4]
 PIECE = bytes(range(256)) * 1024
+counting = threading.Lock()
+ends = {"ended": 0, "reset": 0}
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -53,6 +55,11 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             time.sleep(3600)
         elif what == "head":
             self.tell_head()
+        elif what == "ends":
+            with counting:
+                text = json.dumps(ends).encode()
+            self.start(len(text), "application/json")
+            self.wfile.write(text)
         else:
             super().do_GET()
 
@@ -78,12 +85,18 @@ class Raw(socketserver.BaseRequestHandler):
 
 
 class Held(socketserver.BaseRequestHandler):
-    """Greets, and then waits for the other end to go."""
+    """Greets, and then waits for the other end to go. How it went is at /ends."""
 
     def handle(self):
         self.request.sendall(b"hello\n")
-        while self.request.recv(65536):
-            pass
+        try:
+            while self.request.recv(65536):
+                pass
+            how = "ended"
+        except ConnectionResetError:
+            how = "reset"
+        with counting:
+            ends[how] += 1
 
 
 class Server(socketserver.ThreadingTCPServer):

@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::{BufRead as _, BufReader},
+    net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -10,7 +11,7 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Options, binary::stderr_of};
+use crate::{Options, binary::stderr_of, http};
 
 const SCRIPT: &str = include_str!("internet.py");
 /// A wheel of a package that says one thing.
@@ -65,6 +66,13 @@ impl Internet {
     #[must_use]
     pub fn port(&self, server: &str) -> u16 {
         u16::try_from(self.ports[server].as_u64().unwrap()).unwrap()
+    }
+
+    /// How many connections to `held` were cut off at their other end.
+    #[must_use]
+    pub fn resets(&self) -> u64 {
+        let told = http::try_get(SocketAddr::from((Ipv4Addr::LOCALHOST, self.port("http"))), "/ends", &[]).unwrap();
+        told.json()["reset"].as_u64().unwrap()
     }
 
     /// The certificate of who signed the server's.

@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::{sync::LazyLock, time::Instant};
+use std::sync::LazyLock;
 
-use sandboxer_e2e::{Internet, Options, Server, User, Ws, count, sha256, shared, soak};
+use sandboxer_e2e::{Internet, Options, Server, User, Ws, shared};
 use serde_json::{Value, json};
 
 static INTERNET: LazyLock<Internet> = LazyLock::new(Internet::start);
@@ -141,31 +141,6 @@ for s in held: s.close()
     // What was closed is closed here too.
     let open = || log_of(&SERVER, &ws).iter().filter(|one| one["duration_ms"].is_null()).count();
     sandboxer_e2e::eventually("all connections are over", sandboxer_e2e::DEADLINE, || open() == 0).await;
-}
-
-/// How fast a large download is beside what the way to a sandbox carries otherwise: a file that is written.
-#[tokio::test]
-async fn a_large_download_comes_whole_and_fast() {
-    let mut ws = connected(&SERVER).await;
-    let bytes = count(32 << 20, 1 << 30);
-    let http = INTERNET.port("http");
-    let piece: Vec<u8> = (0..=255).collect();
-    let expected = sha256(&piece.repeat(4096).repeat(8));
-    let head = ws.bash(&format!("curl -sS http://plain.test:{http}/big/{} | sha256sum", 8 << 20)).await;
-    assert_eq!(head.ok().split(' ').next(), Some(expected.as_str()));
-    let begun = Instant::now();
-    let got = ws.bash(&format!("curl -sS -o /dev/null -w '%{{size_download}}' http://plain.test:{http}/big/{bytes}")).await;
-    let download = bytes as f64 / begun.elapsed().as_secs_f64() / 1e6;
-    assert_eq!(got.ok(), bytes.to_string());
-    let files = sandboxer_e2e::Files::of(&SERVER, &ws.sandbox_id.clone());
-    let content = vec![7; count(16 << 20, 256 << 20)];
-    let begun = Instant::now();
-    let _ = files.put("/root/carried", "", &content);
-    let carried = content.len() as f64 / begun.elapsed().as_secs_f64() / 1e6;
-    println!("download {download:.0} MB/s, the FIFO carries {carried:.0} MB/s: {:.2}", download / carried);
-    if soak() {
-        assert!(download >= 0.6 * carried);
-    }
 }
 
 /// Every way out that was thought of, from inside, at a server that connects to nothing: each is refused and written down.
@@ -323,39 +298,4 @@ async fn a_sandbox_that_is_taken_up_by_a_server_that_allows_less_gets_less_and_l
     // There is no proxy any longer, and no name is resolved without one.
     assert_eq!(ws.bash("env | grep -ci proxy; curl -s --max-time 5 http://plain.test/; echo $?").await.out(), "0\n6\n");
     ws.expect_alive().await;
-}
-
-/// The time that a line takes to a program and back, in the middle of many.
-async fn round_trip(ws: &mut Ws) -> std::time::Duration {
-    let mut times = Vec::new();
-    for number in 0..count(20, 200) {
-        let begun = Instant::now();
-        ws.send(json!({"event": "stdin", "data": format!("{number}.\n")})).await;
-        ws.until_output("stdout", &format!("{number}.\n")).await;
-        times.push(begun.elapsed());
-    }
-    times.sort_unstable();
-    times[times.len() / 2]
-}
-
-#[tokio::test]
-async fn the_flood_of_one_sandbox_does_not_drown_another() {
-    let (mut flooding, mut quiet) = (connected(&SERVER).await, Ws::create(&SERVER).await);
-    quiet.start(json!({"language": "bash", "code": "exec cat"})).await;
-    let idle = round_trip(&mut quiet).await;
-    let http = INTERNET.port("http");
-    let flood = format!(
-        "for i in 1 2 3 4; do (while :; do curl -s -o /dev/null http://plain.test:{http}/big/{}; done) & done; echo on; wait",
-        1_usize << 30
-    );
-    flooding.start(json!({"language": "bash", "code": flood})).await;
-    flooding.until_output("stdout", "on\n").await;
-    let received = || log_of(&SERVER, &flooding).iter().filter(|one| one["duration_ms"].is_null()).count();
-    sandboxer_e2e::eventually("four downloads are going", sandboxer_e2e::DEADLINE, || received() == 4).await;
-    let flooded = round_trip(&mut quiet).await;
-    println!("idle {idle:?}, beside a flood {flooded:?}");
-    assert_eq!(received(), 4, "the flood went on");
-    if soak() {
-        assert!(flooded < 3 * idle, "{idle:?}, {flooded:?}");
-    }
 }

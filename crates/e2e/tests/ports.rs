@@ -42,6 +42,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             for n in range(64):
                 self.wfile.write(b'10000\r\n' + bytes([n]) * 65536 + b'\r\n')
             self.wfile.write(b'0\r\n\r\n'); return
+        if path == '/unasked':
+            self.wfile.write(b'HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nother'); self.close_connection = True; return
         if path == '/cut':
             self.send_response(200); self.send_header('Content-Length', '1000'); self.end_headers(); self.wfile.write(b'x'); self.close_connection = True; return
         self.say(json.dumps({'line': self.requestline, 'headers': self.headers.items()}), 'application/json')
@@ -112,6 +114,9 @@ async fn a_server_inside_is_reached_with_bodies_of_any_size_in_both_directions()
     let content = vec![5; 5 << 20];
     assert_eq!(http::bytes(address, "POST", &path(&ws, "/up"), &[], &content).unwrap().body, sha256(&content));
     assert!(http::bytes(address, "GET", &path(&ws, "/cut"), &[], b"").is_err(), "what breaks off is not whole");
+    // Nor does it become something else than was asked for, for whoever is on the way.
+    let unasked = http::try_get(address, &path(&ws, "/unasked"), &[]).unwrap();
+    assert_eq!((unasked.status, unasked.json()["error"]["code"].as_str()), (502, Some("bad_gateway")), "{}", unasked.body);
     // Nobody there, no such sandbox, no such port.
     let at = |id: &str, port: &str| http::try_get(address, &format!("/v1/sandboxes/{id}/ports/{port}/"), &[]).unwrap();
     let nobody = at(&ws.sandbox_id, "8001");
@@ -282,6 +287,33 @@ for line in sys.stdin:
     print('inside', inner, 'outside', seen, 'again', outside is not None, flush=True)
 "#;
 
+/// A connection from outside to the server inside, as it is: open, and nobody says anything.
+fn reach_inside(server: &Server, id: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(server.address()).unwrap();
+    stream.set_read_timeout(Some(DEADLINE)).unwrap();
+    let request = format!(
+        "GET /v1/sandboxes/{id}/ports/8000/ HTTP/1.1\r\nHost: {}\r\nConnection: upgrade\r\nUpgrade: sandboxer-tcp\r\n\r\n",
+        server.address()
+    );
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let mut byte = [0];
+        stream.read_exact(&mut byte).unwrap();
+        head.push(byte[0]);
+    }
+    assert!(head.starts_with(b"HTTP/1.1 101"), "{}", String::from_utf8_lossy(&head));
+    stream
+}
+
+/// Its end, however it is told.
+fn is_cut_off(mut stream: TcpStream) {
+    match stream.read(&mut [0; 1]) {
+        Ok(count) => assert_eq!(count, 0, "nobody said anything"),
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "it hangs"),
+    }
+}
+
 #[tokio::test]
 async fn connections_are_cut_off_cleanly_wherever_the_sandbox_goes_on_and_new_ones_work() {
     let internet = Internet::start();
@@ -309,15 +341,23 @@ async fn connections_are_cut_off_cleanly_wherever_the_sandbox_goes_on_and_new_on
     ws.send(json!({"action": "snapshot"})).await;
     ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
     let snapshot = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await["snapshot_id"].clone();
+    let (from_outside, resets) = (reach_inside(&a, &id), internet.resets());
     ws.send(json!({"action": "rollback", "snapshot_id": snapshot})).await;
     ws.expect_status("SANDBOX_RESTORING").await;
     ws.expect_running_after(DEADLINE).await;
+    // Both ends see it, and those who came from outside.
+    eventually("the server outside sees a reset", DEADLINE, || internet.resets() > resets).await;
+    is_cut_off(from_outside);
     go_on(&mut ws, told).await;
     // To another instance.
+    let (from_outside, resets) = (reach_inside(&a, &id), internet.resets());
     ws.close().await;
     let (mut ws, _) = Ws::reach(&b, &id).await;
     ws.may_repeat();
+    eventually("the server outside sees a reset", DEADLINE, || internet.resets() > resets).await;
+    is_cut_off(from_outside);
     go_on(&mut ws, told).await;
+    drop(reach_inside(&b, &id));
     // A copy has none of its connections either, and its server listens.
     let copies = b.made(None, &format!("/v1/sandboxes/{id}/fork"), &json!({"count": 1}));
     let copy = copies["items"][0]["id"].as_str().unwrap().to_owned();

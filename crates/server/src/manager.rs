@@ -67,7 +67,7 @@ use crate::{
     images::Images,
     limits::Limits,
     metrics::Metrics,
-    network::{Egress, Log, NetworkSettings, Rule},
+    network::{AllPlaces, Egress, Log, NetworkSettings, Rule},
     obituaries::{Obituaries, Obituary},
     sandbox::{
         Execution,
@@ -243,6 +243,8 @@ pub(crate) struct Manager {
     pool: Pool,
     tenants: Arc<Tenants>,
     network: Arc<NetworkSettings>,
+    /// Connections of all sandboxes together.
+    connections: AllPlaces,
     drivers: TaskTracker,
     /// Every WebSocket holds a token of it for as long as it is open.
     pub(crate) sockets: TaskTracker,
@@ -288,6 +290,7 @@ impl Manager {
             pool: Pool::new(settings.pool.clone()),
             tenants: Arc::new(Tenants::new(settings.key_limits)),
             network: Arc::new(settings.network.clone()),
+            connections: AllPlaces::of_this_process(),
             settings,
             runtime,
             images,
@@ -586,7 +589,7 @@ impl Manager {
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
             network: Arc::new(NetworkView::of(&record, &dir)),
         };
-        let egress = Egress::new(&self.network, &record.config.network, Arc::clone(&handle.network.log));
+        let egress = Egress::new(&self.network, &self.connections, &record.config.network, Arc::clone(&handle.network.log));
         let running = running.identified(&record);
         let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, tunnel, .. } = running;
         let roller = self.roller();

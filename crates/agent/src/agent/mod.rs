@@ -284,9 +284,8 @@ impl Agent {
         if !self.killing.is_empty() {
             at_most(KILL_AGAIN);
         }
-        if let Some(execution) = &self.execution
-            && (execution.busy || matches!(execution.phase, Phase::Starting { .. }))
-        {
+        let busy = self.execution.as_ref().is_some_and(|execution| execution.busy || matches!(execution.phase, Phase::Starting { .. }));
+        if busy || self.link.holds_room() {
             at_most(REST);
         }
         match sleep {
@@ -300,6 +299,7 @@ impl Agent {
         if self.link.alone {
             self.link.readable = true;
         }
+        self.link.rest();
         if let Some(execution) = &mut self.execution {
             execution.rest();
         }

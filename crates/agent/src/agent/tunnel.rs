@@ -118,29 +118,34 @@ impl Stream {
         let _ = setsockopt(&self.socket, sockopt::Linger, &linger);
     }
 
-    /// Passes on what is held. Returns whether anything was.
-    fn pass_on(&mut self) -> io::Result<bool> {
-        let mut any = false;
-        while self.writable && !self.held.is_empty() {
-            match self.socket.write(&self.held) {
-                Ok(count) => {
-                    self.held.advance(count);
-                    any = true;
-                }
+    /// Writes what the program takes of it now. Returns how much that was.
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let mut written = 0;
+        while self.writable && written < data.len() {
+            match self.socket.write(&data[written..]) {
+                Ok(count) => written += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.writable = false,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        if self.held.is_empty() {
-            // One that waits holds no buffer.
-            self.held = BytesMut::new();
-            if self.ended_by_server && !self.shut {
-                self.shut = true;
-                any = true;
-                // One that is gone already needs no end.
-                let _ = self.socket.shutdown(Shutdown::Write);
-            }
+        Ok(written)
+    }
+
+    /// Passes on what is held. Returns whether anything was.
+    fn pass_on(&mut self) -> io::Result<bool> {
+        let mut held = std::mem::take(&mut self.held);
+        let written = self.write(&held)?;
+        let mut any = written > 0;
+        // One that waits holds no buffer.
+        if written < held.len() {
+            held.advance(written);
+            self.held = held;
+        } else if self.ended_by_server && !self.shut {
+            self.shut = true;
+            any = true;
+            // One that is gone already needs no end.
+            let _ = self.socket.shutdown(Shutdown::Write);
         }
         Ok(any)
     }
@@ -361,11 +366,16 @@ impl Agent {
         // What was on its way when it ended here.
         let Some(stream) = self.tunnel.streams.get_mut(&number) else { return };
         stream.received += data.len() as u64;
-        stream.held.extend_from_slice(data);
         self.tunnel.stirred = true;
-        // At once, while it is at hand; how it went is seen in its turn.
-        if stream.phase == Phase::Open && stream.pass_on().is_err() {
-            stream.writable = true;
+        // At once and from where it lies, while it is at hand; how it went is seen in its turn.
+        let at_once = stream.phase == Phase::Open && stream.held.is_empty();
+        let written = if at_once { stream.write(data) } else { Ok(0) };
+        stream.writable |= written.is_err();
+        stream.held.extend_from_slice(&data[written.unwrap_or(0)..]);
+        // So is what makes room: the server goes on sending while there is more to be heard.
+        if let Some(upto) = stream.more_credit() {
+            self.link.say(&FromAgent::TunnelCredit { stream: number, upto });
+            self.link.flush();
         }
     }
 

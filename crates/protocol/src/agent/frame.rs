@@ -27,6 +27,8 @@ const STDIN_HEAD_BYTES: usize = 16;
 const OUTPUT_HEAD_BYTES: usize = 17;
 const FILES_HEAD_BYTES: usize = 16;
 const TUNNEL_HEAD_BYTES: usize = 8;
+const KIND_BYTES: usize = 1;
+const TUNNEL_START_BYTES: usize = LENGTH_BYTES + KIND_BYTES + TUNNEL_HEAD_BYTES;
 
 /// Bytes that no frame can be made of. What comes after them can't be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -180,6 +182,21 @@ pub fn encode_tunnel_to_agent(out: &mut BytesMut, stream: TunnelStream, data: &[
     checked(out, KIND_TUNNEL, |out| put_tunnel(out, stream, data));
 }
 
+/// What stands before and behind a piece of a stream to the agent: the same frame, for whoever writes the piece from where it lies.
+#[must_use]
+pub fn around_tunnel_to_agent(stream: TunnelStream, data: &[u8]) -> ([u8; TUNNEL_START_BYTES], [u8; CRC_BYTES]) {
+    let length = KIND_BYTES + TUNNEL_HEAD_BYTES + data.len() + CRC_BYTES;
+    let mut start = [0; TUNNEL_START_BYTES];
+    let (head, checked) = start.split_at_mut(LENGTH_BYTES);
+    head.copy_from_slice(&to_length(length).to_le_bytes());
+    checked[0] = KIND_TUNNEL;
+    checked[KIND_BYTES..].copy_from_slice(&stream.to_le_bytes());
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(checked);
+    crc.update(data);
+    (start, crc.finalize().to_le_bytes())
+}
+
 /// A piece of a stream of the network from the agent.
 pub fn encode_tunnel_from_agent(out: &mut BytesMut, stream: TunnelStream, data: &[u8]) {
     framed(out, KIND_TUNNEL, |out| put_tunnel(out, stream, data));
@@ -241,9 +258,13 @@ fn checked(out: &mut BytesMut, kind: u8, body: impl FnOnce(&mut BytesMut)) {
     });
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "frames are bounded far below 4 GiB")]
 fn patch_length(out: &mut BytesMut, at: usize, length: usize) {
-    out[at..at + LENGTH_BYTES].copy_from_slice(&(length as u32).to_le_bytes());
+    out[at..at + LENGTH_BYTES].copy_from_slice(&to_length(length).to_le_bytes());
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "frames are bounded far below 4 GiB")]
+fn to_length(bytes: usize) -> u32 {
+    bytes as u32
 }
 
 /// Takes one whole frame (kind and body) off the front of `buffer`, if it is there.

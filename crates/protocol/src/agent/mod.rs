@@ -46,8 +46,8 @@ pub use frame::{
     AgentDecoder, AgentEvent, Corrupt, MARKER_BYTES, Marker, NONCE_BYTES, Nonce, ServerDecoder, encode_opening, encode_to_agent,
 };
 pub use frame::{
-    encode_exec, encode_files_from_agent, encode_files_to_agent, encode_from_agent, encode_output, encode_reply_opening, encode_stdin,
-    encode_tunnel_from_agent, encode_tunnel_to_agent,
+    around_tunnel_to_agent, encode_exec, encode_files_from_agent, encode_files_to_agent, encode_from_agent, encode_output,
+    encode_reply_opening, encode_stdin, encode_tunnel_from_agent, encode_tunnel_to_agent,
 };
 pub use message::*;
 pub use raw::{GuestPath, NoPath, Raw};

@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use axum::{
     extract::{Request, State},
-    http::{HeaderMap, HeaderName, StatusCode, header, uri::Authority},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header, uri::Authority},
     middleware::Next,
     response::Response,
 };
@@ -82,8 +82,9 @@ impl Access {
     /// Takes out what is one of the server's own keys.
     pub(super) fn remove_key(&self, headers: &mut HeaderMap) {
         for name in [header::AUTHORIZATION, HeaderName::from_static("x-api-key")] {
-            let alone = headers.get(&name).map(|value| HeaderMap::from_iter([(name.clone(), value.clone())]));
-            if alone.is_some_and(|alone| self.owner(&alone).is_some()) {
+            // Of several, whichever it is: those that the server itself does not look at would be passed on all the same.
+            let is_key = |value: &HeaderValue| self.owner(&HeaderMap::from_iter([(name.clone(), value.clone())])).is_some();
+            if headers.get_all(&name).iter().any(is_key) {
                 headers.remove(name);
             }
         }
@@ -197,6 +198,16 @@ mod tests {
             assert_eq!(owner("authorization", bad), None, "{bad}");
         }
         assert!(!format!("{access:?}").contains("0123456789abcdef"));
+        // Whoever it is passed on to sees none of them, wherever they stand.
+        let mut passed = headers(&[("x-api-key", "another"), ("cookie", "a=b")]);
+        passed.append("x-api-key", "fedcba9876543210".parse().unwrap());
+        passed.append("authorization", "Basic its-own".parse().unwrap());
+        passed.append("authorization", "Bearer 0123456789abcdef".parse().unwrap());
+        access.remove_key(&mut passed);
+        assert_eq!(passed.keys().map(HeaderName::as_str).collect::<Vec<_>>(), ["cookie"]);
+        let mut own = headers(&[("authorization", "Basic its-own")]);
+        access.remove_key(&mut own);
+        assert_eq!(own.len(), 1, "a program may have keys of its own");
     }
 
     #[test]

@@ -32,7 +32,10 @@ use super::{access, error};
 use crate::{
     manager::{Handle, Manager},
     network::{Answer, Link, strip},
-    sandbox::{streams::NoWay, tunnel::TunnelStream},
+    sandbox::{
+        streams::NoWay,
+        tunnel::{TunnelStream, Watch},
+    },
 };
 
 /// The parameter that carries a link, and the name of the cookie that then does.
@@ -305,25 +308,33 @@ async fn pass_on(
     stream: TunnelStream,
     mut request: Request,
     place: Option<OwnedSemaphorePermit>,
-) -> Result<Response, hyper::Error> {
+) -> Result<Response, String> {
+    let failed = |error: hyper::Error| error.to_string();
     let upgraded: OnUpgrade = hyper::upgrade::on(&mut request);
+    let (watch, carried) = (stream.watch(), stream.watch());
     *request.version_mut() = axum::http::Version::HTTP_11;
-    let (mut sender, connection) = hyper::client::conn::http1::Builder::new().handshake::<_, Body>(TokioIo::new(stream)).await?;
+    let begun = hyper::client::conn::http1::Builder::new().handshake::<_, Body>(TokioIo::new(stream)).await;
+    let (mut sender, connection) = begun.map_err(failed)?;
     let connection = AbortOnDropHandle::new(tokio::spawn(async move {
         // Whoever reads the answer hears of it.
-        let _ = connection.with_upgrades().await;
+        tokio::select! {
+            _ = connection.with_upgrades() => {}
+            () = watch.broken() => {}
+        }
     }));
-    let mut response = sender.send_request(request).await?;
+    let mut response = sender.send_request(request).await.map_err(failed)?;
     if response.status() != StatusCode::SWITCHING_PROTOCOLS {
         let (mut parts, body) = response.into_parts();
         strip(&mut parts.headers);
         return Ok(Response::from_parts(parts, Body::new(Answer::new(body, connection, ()))));
     }
+    // Who is told so without having asked, such as a proxy on the way, would take what follows for something else.
+    let Some(place) = place else { return Err("it changes to another protocol that nobody asked for".to_owned()) };
     let inside = hyper::upgrade::on(&mut response);
     manager.port_sockets.0.spawn(async move {
         let _held = (connection, place);
         if let (Ok(outside), Ok(inside)) = (upgraded.await, inside.await) {
-            carry(TokioIo::new(outside), TokioIo::new(inside)).await;
+            carry(TokioIo::new(outside), TokioIo::new(inside), carried).await;
         }
     });
     Ok(response.map(|_| Body::empty()))
@@ -332,19 +343,23 @@ async fn pass_on(
 /// The connection as it is.
 fn raw(manager: &Arc<Manager>, stream: TunnelStream, request: &mut Request, place: Option<OwnedSemaphorePermit>) -> Response {
     let upgraded = hyper::upgrade::on(request);
+    let watch = stream.watch();
     manager.port_sockets.0.spawn(async move {
         let _place = place;
         if let Ok(outside) = upgraded.await {
-            carry(TokioIo::new(outside), stream).await;
+            carry(TokioIo::new(outside), stream, watch).await;
         }
     });
     let headers = [(header::CONNECTION, HeaderValue::from_static("upgrade")), (header::UPGRADE, HeaderValue::from_static(RAW))];
     (StatusCode::SWITCHING_PROTOCOLS, headers).into_response()
 }
 
-async fn carry(mut outside: impl AsyncRead + AsyncWrite + Unpin, mut inside: impl AsyncRead + AsyncWrite + Unpin) {
-    // Either end may break off; both are closed then.
-    let _ = copy_bidirectional(&mut outside, &mut inside).await;
+async fn carry(mut outside: impl AsyncRead + AsyncWrite + Unpin, mut inside: impl AsyncRead + AsyncWrite + Unpin, watch: Watch) {
+    // Either end may break off; both are closed then. That the inside does is seen also while only the outside is waited for.
+    tokio::select! {
+        _ = copy_bidirectional(&mut outside, &mut inside) => {}
+        () = watch.broken() => {}
+    }
 }
 
 #[cfg(test)]

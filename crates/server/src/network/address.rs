@@ -35,6 +35,14 @@ fn same_bits(one: u128, other: u128, width: u8, bits: u8) -> bool {
     ignored >= 128 || (one ^ other) >> ignored == 0
 }
 
+/// What is in brackets, if there are any; none: they are not a pair.
+fn bare(text: &str) -> Option<&str> {
+    match text.strip_prefix('[') {
+        Some(inner) => inner.strip_suffix(']'),
+        None => Some(text),
+    }
+}
+
 impl FromStr for AddressRule {
     type Err = BadAddress;
 
@@ -45,12 +53,13 @@ impl FromStr for AddressRule {
             Some(at) => (&text[..at], Some(text[at + 1..].parse().map_err(|_| BadAddress)?)),
             None => (text, None),
         };
-        let network = network.strip_prefix('[').map_or(network, |inner| inner);
+        // Brackets are around the address, or around all of the network.
+        let network = bare(network).unwrap_or(network);
         let (address, bits) = match network.split_once('/') {
-            Some((address, bits)) => (address, Some(bits.trim_end_matches(']').parse::<u8>().map_err(|_| BadAddress)?)),
+            Some((address, bits)) => (address, Some(bits.parse::<u8>().map_err(|_| BadAddress)?)),
             None => (network, None),
         };
-        let address: IpAddr = address.trim_end_matches(']').parse().map_err(|_| BadAddress)?;
+        let address: IpAddr = bare(address).and_then(|address| address.parse().ok()).ok_or(BadAddress)?;
         let width = if address.is_ipv4() { 32 } else { 128 };
         let bits = bits.unwrap_or(width);
         if bits > width || port == Some(0) {
@@ -79,7 +88,13 @@ pub(super) fn why_not_public(address: IpAddr) -> Option<&'static str> {
     }
 }
 
+/// Public by its number, and in each machine of one provider the way to its host.
+const WIRE_SERVER: Ipv4Addr = Ipv4Addr::new(168, 63, 129, 16);
+
 fn not_public_v4(address: Ipv4Addr) -> Option<&'static str> {
+    if address == WIRE_SERVER {
+        return Some("an address where machines have their metadata");
+    }
     let [a, b, c, _] = address.octets();
     match (a, b, c) {
         (0, ..) => Some("an unspecified address"),
@@ -137,6 +152,7 @@ mod tests {
             "100.64.0.1",
             "127.0.0.1",
             "127.255.255.254",
+            "168.63.129.16",
             "169.254.169.254",
             "172.16.0.1",
             "172.31.255.255",
@@ -182,6 +198,7 @@ mod tests {
             "172.32.0.1",
             "192.0.1.1",
             "100.128.0.1",
+            "168.63.129.17",
             "2606:4700::1",
             "2a00:1450::1",
             "2001:4860::8888",
@@ -198,9 +215,10 @@ mod tests {
         assert!(allows("10.0.0.0/8", "10.200.0.1:1") && !allows("10.0.0.0/8", "11.0.0.1:1"));
         assert!(allows("0.0.0.0/0", "9.9.9.9:1") && !allows("0.0.0.0/0", "[::1]:1"));
         assert!(allows("[fd00::1]:443", "[fd00::1]:443") && allows("fd00::/8", "[fd99::1]:1") && allows("[fd00::/8]:443", "[fd99::1]:443"));
+        assert!(allows("[fd00::]/8:443", "[fd99::1]:443") && !allows("[fd00::]/8:443", "[fd99::1]:444"));
         assert!(!allows("127.0.0.1", "[::ffff:127.0.0.1]:80"));
         for bad in ["", "10.0.0.0/33", "fd00::/129", "example.com", "10.0.0.1:0", "10.0.0.1:x", "10.0.0", "127.0.0.1:70000", "[::1"] {
-            assert!(bad.parse::<AddressRule>().is_err() || bad == "[::1", "{bad}");
+            assert!(bad.parse::<AddressRule>().is_err(), "{bad}");
         }
     }
 

@@ -6,13 +6,14 @@ use std::{
     net::{IpAddr, SocketAddr, ToSocketAddrs as _},
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
+    thread,
     time::Duration,
 };
 
 use futures_util::future::BoxFuture;
 use tokio::{
     net::TcpStream,
-    sync::{OwnedSemaphorePermit, Semaphore},
+    sync::{OwnedSemaphorePermit, Semaphore, oneshot},
     time::timeout,
 };
 
@@ -71,7 +72,7 @@ impl Dialer for SystemDialer {
                     let _turns = (turn, thread);
                     Ok((absolute.as_str(), 0).to_socket_addrs()?.map(|address| address.ip()).collect())
                 };
-                tokio::task::spawn_blocking(resolve).await.map_err(io::Error::other)?
+                on_a_thread(resolve).await?
             };
             timeout(RESOLVE_WITHIN, found).await?
         })
@@ -84,6 +85,15 @@ impl Dialer for SystemDialer {
             Ok(stream)
         })
     }
+}
+
+/// Has it done by a thread of its own. Those that the server shares for its files are few, and whoever waits for a name server that does not answer must not
+/// have them all.
+async fn on_a_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
+    let (done, result) = oneshot::channel();
+    // Nobody waits for it any longer if it can't be told.
+    thread::Builder::new().name("resolve".to_owned()).spawn(move || drop(done.send(work())))?;
+    result.await.map_err(io::Error::other)
 }
 
 /// Checks a file of hosts before the server starts.
@@ -155,6 +165,28 @@ impl Dialer for RecordingDialer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_waits_for_names_keeps_nobody_from_the_shared_threads() {
+        let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build().unwrap();
+        runtime.block_on(async {
+            let (answer, silence) = std::sync::mpsc::channel::<()>();
+            let silence = Arc::new(Mutex::new(silence));
+            let waiting: Vec<_> = (0..MAX_RESOLVING)
+                .map(|_| {
+                    let silence = Arc::clone(&silence);
+                    tokio::spawn(on_a_thread(move || silence.lock().unwrap().recv().is_ok()))
+                })
+                .collect();
+            assert_eq!(tokio::task::spawn_blocking(|| 1).await.unwrap(), 1);
+            drop(answer);
+            for one in waiting {
+                assert!(!one.await.unwrap().unwrap());
+            }
+            let failed: io::Result<()> = on_a_thread(|| panic!("on purpose")).await;
+            assert!(failed.is_err());
+        });
+    }
 
     #[tokio::test]
     async fn a_file_of_hosts_comes_first_and_is_read_anew() {

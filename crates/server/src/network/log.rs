@@ -84,10 +84,14 @@ impl Log {
         self.lock().push(connection)
     }
 
-    /// It is over. Whoever was forgotten meanwhile is written down all the same.
-    pub(super) fn end(&self, number: u64, connection: Connection) {
+    /// It is over, and is remembered from now on if it was not before. Whoever was forgotten meanwhile is written down all the same.
+    pub(super) fn end(&self, number: Option<u64>, connection: Connection) {
         let mut kept = self.lock();
         kept.write(&connection);
+        let Some(number) = number else {
+            kept.push(connection);
+            return;
+        };
         if let Some((_, known)) = kept.connections.iter_mut().find(|(known, _)| *known == number) {
             *known = connection;
         }
@@ -112,7 +116,9 @@ impl Kept {
     fn push(&mut self, connection: Connection) -> u64 {
         self.next += 1;
         if self.connections.len() >= KEPT {
-            self.connections.pop_front();
+            // What goes on is not forgotten for what is over.
+            let over = self.connections.iter().position(|(_, connection)| connection.duration_ms.is_some());
+            self.connections.remove(over.unwrap_or(0));
         }
         self.connections.push_back((self.next, connection));
         self.next
@@ -174,13 +180,24 @@ mod tests {
     }
 
     #[test]
+    fn what_goes_on_is_seen_however_many_come_after_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = Log::open(dir.path());
+        let number = log.begin(connection(1, false));
+        (0..5000).for_each(|_| log.end(None, connection(2, true)));
+        assert_eq!((log.all().len(), log.all()[0].port), (KEPT, 1));
+        log.end(Some(number), connection(1, true));
+        assert_eq!(log.all()[0].duration_ms, Some(1));
+    }
+
+    #[test]
     fn the_newest_are_kept_across_a_restart_and_the_file_stays_small() {
         let dir = tempfile::tempdir().unwrap();
         let log = Log::open(dir.path());
         for port in 0..5000 {
             let number = log.begin(connection(port, false));
             assert_eq!(log.all().last().unwrap().duration_ms, None);
-            log.end(number, connection(port, true));
+            log.end(Some(number), connection(port, true));
         }
         let all = log.all();
         assert_eq!((all.len(), all[0].port, all.last().unwrap().port), (KEPT, 4000, 4999));

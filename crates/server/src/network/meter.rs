@@ -11,8 +11,10 @@ use std::{
     time::Duration,
 };
 
+use socket2::SockRef;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
     time::{Instant, Sleep},
 };
 
@@ -78,6 +80,15 @@ pub(super) struct Metered<S> {
 impl<S> Metered<S> {
     pub(super) fn new(inner: S, budget: Arc<Budget>, counted: Arc<Counted>) -> Self {
         Self { inner, budget, counted, reading: None, writing: None }
+    }
+}
+
+impl Metered<TcpStream> {
+    /// Whether the other end sees a reset when this is dropped, rather than an ordinary end.
+    pub(super) fn cut_off_when_dropped(&self, cut_off: bool) {
+        let set = if cut_off { self.inner.set_zero_linger() } else { SockRef::from(&self.inner).set_linger(None) };
+        // Without it the end is an ordinary one.
+        drop(set);
     }
 }
 

@@ -10,12 +10,18 @@ mod dial;
 mod link;
 mod log;
 mod meter;
+mod pace;
+mod places;
 mod policy;
 mod proxy;
 mod rules;
 mod socks;
 
-use std::{net::SocketAddr, path::Path, sync::Arc};
+use std::{
+    net::SocketAddr,
+    path::Path,
+    sync::{Arc, atomic::AtomicU64},
+};
 
 use sandboxer_protocol::SandboxId;
 use tokio::{sync::Semaphore, task::JoinSet};
@@ -29,10 +35,11 @@ pub use self::{
 pub(crate) use self::{
     link::Link,
     log::{Connection, Log},
+    places::AllPlaces,
     proxy::{Answer, strip},
     rules::MAX_RULES,
 };
-use self::{meter::Budget, policy::Policy};
+use self::{meter::Budget, pace::Pace, places::Places, policy::Policy};
 use crate::sandbox::tunnel::TunnelStream;
 
 /// Names that are resolved at once for one sandbox.
@@ -112,15 +119,21 @@ struct Shared {
     policy: Policy,
     log: Arc<Log>,
     budget: Arc<Budget>,
-    places: Arc<Semaphore>,
+    places: Places,
     /// So that the names of one sandbox don't keep those of all others waiting.
     resolving: Arc<Semaphore>,
     settings: Arc<NetworkSettings>,
+    /// What was refused after a look.
+    refusals: Pace,
+    /// What came to nothing after more than that.
+    tries: Pace,
+    /// Refused since the last one that was written down, and only counted themselves.
+    unwritten: AtomicU64,
 }
 
 impl Egress {
     /// None: the sandbox has no network.
-    pub(crate) fn new(settings: &Arc<NetworkSettings>, rules: &[Rule], log: Arc<Log>) -> Option<Self> {
+    pub(crate) fn new(settings: &Arc<NetworkSettings>, connections: &AllPlaces, rules: &[Rule], log: Arc<Log>) -> Option<Self> {
         if rules.is_empty() || settings.allow.is_empty() {
             return None;
         }
@@ -128,9 +141,12 @@ impl Egress {
             policy: Policy::new(Arc::clone(settings), rules.to_vec()),
             log,
             budget: Arc::new(Budget::new(settings.rate, settings.bytes)),
-            places: Arc::new(Semaphore::new(settings.connections)),
+            places: Places::new(settings.connections, connections.clone()),
             resolving: Arc::new(Semaphore::new(MAX_RESOLVING)),
             settings: Arc::clone(settings),
+            refusals: Pace::default(),
+            tries: Pace::default(),
+            unwritten: AtomicU64::new(0),
         };
         Some(Self { shared: Arc::new(shared), tasks: JoinSet::new() })
     }

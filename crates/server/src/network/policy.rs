@@ -5,13 +5,18 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use tokio::{net::TcpStream, sync::OwnedSemaphorePermit, time::Instant};
+use tokio::{
+    net::TcpStream,
+    sync::OwnedSemaphorePermit,
+    time::{Instant, sleep_until},
+};
 use tracing::info;
 
 use super::{
     Connection, NetworkSettings, Shared,
     address::{is_own, why_not_public},
     meter::{Counted, Metered},
+    places::{NoPlace, Place},
     rules::{Host, Rule},
 };
 
@@ -19,6 +24,8 @@ use super::{
 const MAX_TEXT_CHARS: usize = 300;
 /// And of why it is refused.
 const MAX_MESSAGE_CHARS: usize = 600;
+/// Addresses of one name that are tried, one after the other.
+const MAX_DIALLED: usize = 8;
 
 pub(super) struct Policy {
     settings: Arc<NetworkSettings>,
@@ -49,6 +56,11 @@ pub(super) enum Kind {
 }
 
 impl Kind {
+    /// It took more than a look to find out.
+    fn is_of_a_try(self) -> bool {
+        matches!(self, Self::Address | Self::NotResolved | Self::NotConnected)
+    }
+
     /// As it is written down.
     fn verdict(self) -> &'static str {
         match self {
@@ -149,29 +161,99 @@ pub(super) struct Open {
     pub(super) record: Record,
 }
 
-/// What is written down of a connection, as far as it is known.
+/// What is written down of a connection, as far as it is known: when it is dropped, whatever became of it.
 pub(super) struct Record {
     shared: Arc<Shared>,
-    number: u64,
+    /// By which it is known already, while it goes on.
+    number: Option<u64>,
     connection: Connection,
     began: Instant,
     counted: Arc<Counted>,
-    _place: Option<OwnedSemaphorePermit>,
+    _place: Option<Place>,
+    how: How,
+}
+
+/// How what is dropped is written down.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    Whole,
+    /// The program did not wait for its answer, and asks for more than is written down one by one.
+    Counted,
 }
 
 impl Record {
+    fn new(shared: &Arc<Shared>, via: &str, host: &str, port: u16) -> Self {
+        let connection = Connection {
+            time: jiff::Timestamp::now(),
+            via: via.to_owned(),
+            host: readable(host),
+            port,
+            address: None,
+            verdict: "given_up".to_owned(),
+            why: "the program went before it was connected".to_owned(),
+            sent: 0,
+            received: 0,
+            duration_ms: None,
+        };
+        let (began, counted) = (Instant::now(), Arc::default());
+        Self { shared: Arc::clone(shared), number: None, connection, began, counted, _place: None, how: How::Whole }
+    }
+
     /// How many bytes have passed.
     pub(super) fn bytes(&self) -> u64 {
         let (sent, received) = self.counted.both();
-        sent + received
+        sent.saturating_add(received)
     }
+
+    fn allowed(&mut self, place: Place) {
+        "allowed".clone_into(&mut self.connection.verdict);
+        self._place = Some(place);
+        self.number = Some(self.shared.log.begin(self.connection.clone()));
+    }
+
+    /// Writes down a refusal when its time has come.
+    async fn refused(mut self, refusal: &Refusal) {
+        let answered_from = self.count(refusal);
+        if self.how == How::Counted {
+            sleep_until(answered_from).await;
+            self.how = How::Whole;
+        }
+    }
+
+    /// Counts a refusal. Returns from when on it may be answered, and is written down as more than a count.
+    fn count(&mut self, refusal: &Refusal) -> Instant {
+        refusal.kind.verdict().clone_into(&mut self.connection.verdict);
+        self.connection.why.clone_from(&refusal.message);
+        let pace = if refusal.kind.is_of_a_try() { &self.shared.tries } else { &self.shared.refusals };
+        let answered_from = pace.count();
+        if answered_from > Instant::now() {
+            self.how = How::Counted;
+        }
+        answered_from
+    }
+}
+
+/// What a program said, as far as it can be shown to people.
+fn readable(text: &str) -> String {
+    text.chars().filter(|c| c.is_ascii_graphic() || c.is_alphanumeric()).take(MAX_TEXT_CHARS).collect()
 }
 
 impl Drop for Record {
     fn drop(&mut self) {
-        let (sent, received) = (self.counted.sent.load(Ordering::Relaxed), self.counted.received.load(Ordering::Relaxed));
+        if self.how == How::Counted {
+            self.shared.unwritten.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        if self.connection.verdict == "given_up" {
+            self.shared.tries.count();
+        }
+        let (sent, received) = self.counted.both();
         let duration_ms = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let connection = Connection { sent, received, duration_ms: Some(duration_ms), ..self.connection.clone() };
+        let mut connection = Connection { sent, received, duration_ms: Some(duration_ms), ..self.connection.clone() };
+        let more = self.shared.unwritten.swap(0, Ordering::Relaxed);
+        if more > 0 {
+            connection.why += &format!("; before it {more} more were refused that did not wait for their answer");
+        }
         info!(
             host = connection.host,
             port = connection.port,
@@ -180,91 +262,59 @@ impl Drop for Record {
             sent,
             received,
             duration_ms,
+            more,
             "a connection of the sandbox"
         );
         self.shared.log.end(self.number, connection);
     }
 }
 
-/// Connects as a program wants it, if it may. Either way it is written down.
+/// Connects as a program wants it, if it may. Either way it is written down, also where the program does not wait for it.
 pub(super) async fn open(shared: &Arc<Shared>, via: &str, host: &str, port: u16) -> Result<Open, Refusal> {
-    let began = Instant::now();
-    let mut connection = Connection {
-        time: jiff::Timestamp::now(),
-        via: via.to_owned(),
-        host: host.chars().filter(|c| !c.is_control()).take(MAX_TEXT_CHARS).collect(),
-        port,
-        address: None,
-        verdict: String::new(),
-        why: String::new(),
-        sent: 0,
-        received: 0,
-        duration_ms: None,
-    };
-    let counted = Arc::new(Counted::default());
-    match connect(shared, host, port, &mut connection).await {
+    let mut record = Record::new(shared, via, host, port);
+    match connect(shared, host, port, &mut record).await {
         Ok((stream, place)) => {
-            connection.verdict = "allowed".to_owned();
-            let number = shared.log.begin(connection.clone());
-            let stream = Metered::new(stream, Arc::clone(&shared.budget), Arc::clone(&counted));
-            let record = Record { shared: Arc::clone(shared), number, connection, began, counted, _place: Some(place) };
+            record.allowed(place);
+            let stream = Metered::new(stream, Arc::clone(&shared.budget), Arc::clone(&record.counted));
             Ok(Open { stream, record })
         }
         Err(refusal) => {
-            connection.verdict = refusal.kind.verdict().to_owned();
-            connection.why.clone_from(&refusal.message);
-            let number = shared.log.begin(connection.clone());
-            drop(Record { shared: Arc::clone(shared), number, connection, began, counted, _place: None });
+            record.refused(&refusal).await;
             Err(refusal)
         }
     }
 }
 
 /// What can't even be asked for is written down too.
-pub(super) fn refuse(shared: &Arc<Shared>, via: &str, host: &str, port: u16, refusal: Refusal) -> Refusal {
-    let connection = Connection {
-        time: jiff::Timestamp::now(),
-        via: via.to_owned(),
-        host: host.chars().filter(|c| !c.is_control()).take(MAX_TEXT_CHARS).collect(),
-        port,
-        address: None,
-        verdict: refusal.kind.verdict().to_owned(),
-        why: refusal.message.clone(),
-        sent: 0,
-        received: 0,
-        duration_ms: None,
-    };
-    let number = shared.log.begin(connection.clone());
-    drop(Record { shared: Arc::clone(shared), number, connection, began: Instant::now(), counted: Arc::default(), _place: None });
+pub(super) async fn refuse(shared: &Arc<Shared>, via: &str, host: &str, port: u16, refusal: Refusal) -> Refusal {
+    Record::new(shared, via, host, port).refused(&refusal).await;
     refusal
 }
 
-async fn connect(
-    shared: &Arc<Shared>,
-    host: &str,
-    port: u16,
-    connection: &mut Connection,
-) -> Result<(TcpStream, OwnedSemaphorePermit), Refusal> {
+/// Nor does anybody wait for what was answered already.
+pub(super) fn was_refused(shared: &Arc<Shared>, via: &str, refusal: &Refusal) {
+    let _ = Record::new(shared, via, "", 0).count(refusal);
+}
+
+async fn connect(shared: &Arc<Shared>, host: &str, port: u16, record: &mut Record) -> Result<(TcpStream, Place), Refusal> {
     let policy = &shared.policy;
     let host: Host = host.parse().map_err(|error| Refusal::new(Kind::Malformed, format!("{host:?} is no name: {error}")))?;
     let rule = policy.check_name(&host, port)?;
     if shared.budget.is_used_up() {
         return Err(Refusal::new(Kind::UsedUp, "the sandbox has used up what it may send and receive (--network-mb)"));
     }
-    let Ok(place) = Arc::clone(&shared.places).try_acquire_owned() else {
-        let most = shared.settings.connections;
-        return Err(Refusal::new(
-            Kind::TooMany,
-            format!("the sandbox has {most} connections, and that is all it may have (--network-connections)"),
-        ));
-    };
+    let place = shared.place()?;
+    // Those before it that came to nothing: what follows is work, here and for others.
+    record.how = How::Counted;
+    shared.tries.wait().await;
+    record.how = How::Whole;
     let turn = Arc::clone(&shared.resolving).acquire_owned().await;
     let turn = turn.map_err(|_| Refusal::new(Kind::NotResolved, format!("{host} can't be resolved any more")))?;
     let addresses = policy.addresses(&host, port, turn).await?;
-    connection.why = rule.to_string();
+    record.connection.why = rule.to_string();
     let mut last = None;
-    for address in addresses {
-        connection.address = Some(address.ip().to_string());
+    for address in addresses.into_iter().take(MAX_DIALLED) {
+        record.connection.address = Some(address.ip().to_string());
         match shared.settings.dialer.connect(address).await {
             Ok(stream) => return Ok((stream, place)),
             Err(error) => last = Some((address, error)),
@@ -272,4 +322,19 @@ async fn connect(
     }
     let why = last.map_or_else(String::new, |(address, error)| format!(" at {address}: {error}"));
     Err(Refusal::new(Kind::NotConnected, format!("{host} could not be reached{why}")))
+}
+
+impl Shared {
+    fn place(&self) -> Result<Place, Refusal> {
+        self.places.take().map_err(|no_place| {
+            let message = match no_place {
+                NoPlace::Own => {
+                    let most = self.settings.connections;
+                    format!("the sandbox has {most} connections, and that is all it may have (--network-connections)")
+                }
+                NoPlace::OfAll => "the sandboxes of this server have as many connections as it can carry".to_owned(),
+            };
+            Refusal::new(Kind::TooMany, message)
+        })
+    }
 }

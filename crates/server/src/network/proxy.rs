@@ -24,6 +24,7 @@ use hyper::{
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
     io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, copy_bidirectional_with_sizes},
+    net::TcpStream,
     time::timeout,
 };
 use tokio_util::task::AbortOnDropHandle;
@@ -31,7 +32,8 @@ use tracing::debug;
 
 use super::{
     Shared,
-    policy::{self, Kind, Open, Refusal},
+    meter::Metered,
+    policy::{self, Kind, Open, Record, Refusal},
     socks,
 };
 use crate::sandbox::tunnel::TunnelStream;
@@ -74,8 +76,17 @@ pub(crate) fn strip(headers: &mut HeaderMap) {
     }
 }
 
-/// Serves one connection of a program to the proxy.
-pub(super) async fn serve(mut stream: TunnelStream, shared: Arc<Shared>) {
+/// Serves one connection of a program to the proxy. That it breaks is the end of everything that was done for it, also while only the other side is waited
+/// for.
+pub(super) async fn serve(stream: TunnelStream, shared: Arc<Shared>) {
+    let watch = stream.watch();
+    tokio::select! {
+        () = converse(stream, shared) => {}
+        () = watch.broken() => debug!("the program cut its connection off"),
+    }
+}
+
+async fn converse(mut stream: TunnelStream, shared: Arc<Shared>) {
     let first = match timeout(HEAD_WITHIN, stream.peek()).await {
         Ok(Ok(Some(first))) => first,
         _ => return,
@@ -93,15 +104,28 @@ pub(super) async fn serve(mut stream: TunnelStream, shared: Arc<Shared>) {
 /// Copies until both have ended, or nothing has passed for long.
 async fn carry(mut program: impl AsyncRead + AsyncWrite + Unpin, open: Open) {
     let Open { mut stream, record } = open;
-    let mut copying = std::pin::pin!(copy_bidirectional_with_sizes(&mut program, &mut stream, COPY_BYTES, COPY_BYTES));
+    // Whatever ends this before both sides have ended it: nobody takes for whole what is not.
+    stream.cut_off_when_dropped(true);
+    if copied(&mut program, &mut stream, &record).await {
+        stream.cut_off_when_dropped(false);
+    }
+}
+
+/// Whether both have come to their end.
+async fn copied(program: &mut (impl AsyncRead + AsyncWrite + Unpin), stream: &mut Metered<TcpStream>, record: &Record) -> bool {
+    let mut copying = std::pin::pin!(copy_bidirectional_with_sizes(program, stream, COPY_BYTES, COPY_BYTES));
     let mut passed = 0;
     loop {
         match timeout(QUIET_AT_MOST, &mut copying).await {
-            Ok(Err(error)) => return debug!(%error, "a connection broke off"),
-            Ok(Ok(_)) => return,
-            Err(_) if record.bytes() == passed => return debug!("a connection was given up: nothing passes"),
-            Err(_) => passed = record.bytes(),
+            Ok(Ok(_)) => return true,
+            Ok(Err(error)) => debug!(%error, "a connection broke off"),
+            Err(_) if record.bytes() == passed => debug!("a connection was given up: nothing passes"),
+            Err(_) => {
+                passed = record.bytes();
+                continue;
+            }
         }
+        return false;
     }
 }
 
@@ -124,7 +148,7 @@ async fn serve_http(stream: TunnelStream, shared: Arc<Shared>) {
     if let Err(error) = served {
         if error.is_parse() {
             // It was told so, by a 400.
-            malformed(&shared, "http", "", &format!("this is no request: {error}"));
+            policy::was_refused(&shared, "http", &Refusal::new(Kind::Malformed, format!("this is no request: {error}")));
         }
         return debug!(%error, "a program did not speak to the proxy as one does");
     }
@@ -178,14 +202,14 @@ fn host_of(uri: &hyper::Uri) -> &str {
     uri.authority().map_or("", Authority::host)
 }
 
-fn malformed(shared: &Arc<Shared>, via: &str, asked: &str, message: &str) -> Refusal {
-    policy::refuse(shared, via, asked, 0, Refusal::new(Kind::Malformed, message))
+async fn malformed(shared: &Arc<Shared>, via: &str, asked: &str, message: &str) -> Refusal {
+    policy::refuse(shared, via, asked, 0, Refusal::new(Kind::Malformed, message)).await
 }
 
 async fn tunnel(mut request: Request<Incoming>, shared: &Arc<Shared>, asked: &Asked) -> Result<Response<Body>, Refusal> {
     let wanted = request.uri().authority().and_then(|authority| target(authority, None));
     let Some((host, port)) = wanted else {
-        return Err(malformed(shared, "connect", host_of(request.uri()), "CONNECT needs a name and a port"));
+        return Err(malformed(shared, "connect", host_of(request.uri()), "CONNECT needs a name and a port").await);
     };
     let open = policy::open(shared, "connect", &host, port).await?;
     if let Ok(mut asked) = asked.lock() {
@@ -199,12 +223,12 @@ async fn forward(mut request: Request<Incoming>, shared: &Arc<Shared>) -> Result
     let authority = match (uri.scheme(), uri.authority()) {
         (Some(scheme), Some(authority)) if *scheme == Scheme::HTTP => authority,
         (Some(_), Some(_)) => {
-            return Err(malformed(shared, "http", host_of(&uri), "only http:// is passed on; for anything else use CONNECT"));
+            return Err(malformed(shared, "http", host_of(&uri), "only http:// is passed on; for anything else use CONNECT").await);
         }
-        _ => return Err(malformed(shared, "http", host_of(&uri), "this is a proxy: ask it for an absolute address")),
+        _ => return Err(malformed(shared, "http", host_of(&uri), "this is a proxy: ask it for an absolute address").await),
     };
     let Some((host, port)) = target(authority, Some(HTTP_PORT)) else {
-        return Err(malformed(shared, "http", host_of(&uri), "the address names no host, or more than that"));
+        return Err(malformed(shared, "http", host_of(&uri), "the address names no host, or more than that").await);
     };
     let Open { stream, record } = policy::open(shared, "http", &host, port).await?;
     let named = if port == HTTP_PORT { host.clone() } else { format!("{host}:{port}") };

@@ -68,7 +68,7 @@ pub(super) async fn greet(stream: &mut TunnelStream, shared: &Arc<Shared>) -> io
     let port = stream.read_u16().await?;
     if command != CONNECT {
         let refusal = Refusal::new(Kind::Malformed, "only CONNECT is offered");
-        policy::refuse(shared, "socks5", &host, port, refusal);
+        policy::refuse(shared, "socks5", &host, port, refusal).await;
         return answer(stream, reply::NOT_OFFERED).await.map(|()| None);
     }
     match policy::open(shared, "socks5", &host, port).await {

@@ -48,7 +48,7 @@ impl Tried {
         change(&mut settings);
         let dir = tempfile::tempdir().unwrap();
         let rules: Vec<Rule> = allow.iter().map(|rule| rule.parse().unwrap()).collect();
-        let egress = Egress::new(&Arc::new(settings), &rules, Log::open(dir.path())).unwrap();
+        let egress = Egress::new(&Arc::new(settings), &AllPlaces::new(4096), &rules, Log::open(dir.path())).unwrap();
         Self { shared: egress.shared, names, dialer, _dir: dir }
     }
 
@@ -177,4 +177,100 @@ fn what_a_sandbox_may_not_ask_for_is_named() {
     }
     assert!(NetworkSettings::default().admit(&asks(&["example.com"])).unwrap_err().contains("no network"));
     assert!(settings.admit(&vec!["a.example.org".to_owned(); MAX_RULES + 1]).is_err());
+}
+
+#[tokio::test]
+async fn of_a_name_with_many_addresses_a_few_are_tried() {
+    let addresses: Vec<String> = (1..=20).map(|last| format!("1.2.3.{last}")).collect();
+    let addresses: Vec<&str> = addresses.iter().map(String::as_str).collect();
+    let tried = Tried::new(&["many.test"], |_| {}).name("many.test", &[&addresses]);
+    assert_eq!(tried.open("many.test", 443).await, Kind::NotConnected);
+    assert_eq!(tried.dialled().len(), 8);
+}
+
+#[tokio::test]
+async fn what_a_program_says_is_written_down_without_what_would_change_how_it_is_shown() {
+    let tried = Tried::new(&["a.test"], |_| {});
+    assert_eq!(tried.open("\u{202e}evil\u{1b}[2J\r\n\u{2028}.test", 443).await, Kind::Malformed);
+    let log = tried.shared.log.all();
+    assert_eq!(log[0].host, "evil[2J.test");
+    assert!(log[0].why.chars().all(|c| !c.is_control() && !matches!(c, '\u{2028}' | '\u{202e}')), "{}", log[0].why);
+}
+
+/// As many as are answered at once.
+const AT_ONCE: usize = 100;
+
+#[tokio::test(start_paused = true)]
+async fn who_is_refused_again_and_again_waits_for_it() {
+    let tried = Tried::new(&["*.test"], |_| {}).name("good.test", &[&["1.2.3.4"], &["1.2.3.4"]]);
+    let began = tokio::time::Instant::now();
+    for _ in 0..AT_ONCE + 50 {
+        assert_eq!(tried.open("evil.invalid", 443).await, Kind::NotAllowed);
+    }
+    let took = began.elapsed().as_secs_f64();
+    assert!((4.5..=5.5).contains(&took), "{took}");
+    // What may be reached does not wait for it.
+    let began = tokio::time::Instant::now();
+    assert_eq!(tried.open("good.test", 443).await, Kind::NotConnected);
+    assert_eq!(began.elapsed().as_millis(), 0);
+    // What comes to nothing after work for others waits before the next.
+    for number in 0..AT_ONCE + 50 {
+        assert_eq!(tried.open(&format!("n{number}.test"), 443).await, Kind::NotResolved);
+    }
+    let took = began.elapsed().as_secs_f64();
+    assert!((4.5..=5.5).contains(&took), "{took}");
+    assert_eq!(tried.names.asked.lock().unwrap().len(), AT_ONCE + 50 + 1);
+    assert_eq!(tried.shared.log.all().len(), 2 * (AT_ONCE + 50) + 1, "each is written down");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_does_not_wait_for_refusals_is_counted_and_fills_no_log() {
+    let tried = Tried::new(&["a.test"], |_| {});
+    for _ in 0..AT_ONCE + 900 {
+        tokio::select! {
+            biased;
+            _ = policy::open(&tried.shared, "connect", "evil.invalid", 443) => {}
+            () = std::future::ready(()) => {}
+        }
+    }
+    assert_eq!(tried.shared.log.all().len(), AT_ONCE);
+    // What was answered with its end already.
+    policy::was_refused(&tried.shared, "http", &policy::Refusal::new(Kind::Malformed, "this is no request"));
+    assert_eq!(tried.shared.log.all().len(), AT_ONCE);
+    assert_eq!(tried.open("evil.invalid", 443).await, Kind::NotAllowed);
+    let log = tried.shared.log.all();
+    assert_eq!(log.len(), AT_ONCE + 1);
+    assert!(log[AT_ONCE].why.contains("901 more were refused"), "{}", log[AT_ONCE].why);
+}
+
+/// Resolves every name to one address, and never gets an answer from there.
+#[derive(Debug)]
+struct Silent;
+
+impl Dialer for Silent {
+    fn resolve<'a>(&'a self, _: &'a str, _turn: OwnedSemaphorePermit) -> BoxFuture<'a, io::Result<Vec<IpAddr>>> {
+        Box::pin(async { Ok(vec!["1.2.3.4".parse().unwrap()]) })
+    }
+
+    fn connect(&self, _: SocketAddr) -> BoxFuture<'_, io::Result<TcpStream>> {
+        Box::pin(std::future::pending())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_goes_before_it_is_connected_is_written_down_and_held_back() {
+    let tried = Tried::new(&["*.test"], |settings| settings.dialer = Arc::new(Silent));
+    let try_and_go = async || {
+        let open = policy::open(&tried.shared, "connect", "slow.test", 443);
+        assert!(tokio::time::timeout(std::time::Duration::from_millis(1), open).await.is_err());
+    };
+    for _ in 0..AT_ONCE + 200 {
+        try_and_go().await;
+    }
+    let log = tried.shared.log.all();
+    assert_eq!((log[0].verdict.as_str(), log[0].address.as_deref()), ("given_up", Some("1.2.3.4")));
+    assert!((AT_ONCE..AT_ONCE + 10).contains(&log.len()), "{} were dialled", log.len());
+    // What they held is free again.
+    let held: Vec<_> = (0..tried.shared.settings.connections).map_while(|_| tried.shared.places.take().ok()).collect();
+    assert_eq!(held.len(), tried.shared.settings.connections);
 }

@@ -5,6 +5,7 @@
 use bytes::Bytes;
 use sandboxer_protocol::agent::{ToAgent, TunnelFault};
 use tokio::sync::oneshot;
+use tracing::warn;
 
 use super::{
     driver::Driver,
@@ -38,10 +39,15 @@ pub(super) struct Streams {
 }
 
 impl Driver {
-    /// The agent is told whether it offers a proxy. One that never did is told nothing.
+    /// The agent is told whether it offers a proxy. One that never did is told nothing, nor is one that would not understand it.
     pub(super) fn begin_streams(&mut self) {
-        if self.streams.able && !self.record.config.network.is_empty() {
+        if self.record.config.network.is_empty() {
+            return;
+        }
+        if self.streams.able {
             self.writer.queue(&ToAgent::Proxy { on: self.streams.egress.is_some() });
+        } else {
+            warn!("the agent is of a version that carries no streams: the sandbox has no network, though it may have one");
         }
     }
 
@@ -61,7 +67,7 @@ impl Driver {
                 Some(Say::Control(message)) => self.writer.queue(&message),
                 Some(Say::Data(stream, data)) => {
                     said += data.len();
-                    self.writer.queue_tunnel(stream, &data);
+                    self.writer.queue_tunnel(stream, data.freeze());
                 }
             }
         }

@@ -19,7 +19,7 @@ use sandboxer_protocol::{
 };
 use tokio::sync::Notify;
 
-pub(crate) use self::stream::TunnelStream;
+pub(crate) use self::stream::{TunnelStream, Watch};
 
 /// What of a stream waits for its turn on the way to the agent.
 const OUTBOX_BYTES: usize = 2 * MAX_TUNNEL_PIECE_BYTES;
@@ -74,6 +74,8 @@ struct Stream {
     allowed: u64,
     closing: Closing,
     writer: Option<Waker>,
+    /// Wants to know when it breaks, whoever reads or writes.
+    watcher: Option<Waker>,
     queued: bool,
     /// Nobody here has it any longer.
     abandoned: bool,
@@ -111,13 +113,15 @@ impl Stream {
             allowed,
             closing: Closing::Open,
             writer: None,
+            watcher: None,
             queued: false,
             abandoned: false,
         }
     }
 
     fn wake(&mut self) {
-        [self.reader.take(), self.writer.take()].into_iter().flatten().for_each(Waker::wake);
+        let watcher = self.watcher.take_if(|_| matches!(self.phase, Phase::Broken(_)));
+        [self.reader.take(), self.writer.take(), watcher].into_iter().flatten().for_each(Waker::wake);
     }
 
     /// How far the agent may send now, if that is news.

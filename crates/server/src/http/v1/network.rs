@@ -84,6 +84,7 @@ enum Verdict {
     TooMany,
     NotResolved,
     NotConnected,
+    GivenUp,
 }
 
 #[derive(Debug, Deserialize, ToSchema)]

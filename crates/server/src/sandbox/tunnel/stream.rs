@@ -1,7 +1,7 @@
 //! The end of a stream that a task of this server has.
 
 use std::{
-    io,
+    io::{self, IoSlice},
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -20,7 +20,34 @@ pub(crate) struct TunnelStream {
     pub(super) number: Number,
 }
 
+/// Sees a stream break while nobody reads or writes it: whoever copies may wait for the other side only.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    shared: Arc<Shared>,
+    number: Number,
+}
+
+impl Watch {
+    /// Until it breaks. One that comes to an ordinary end, or is dropped here, never does.
+    pub(crate) async fn broken(&self) {
+        std::future::poll_fn(|context| match self.shared.lock().streams.get_mut(&self.number) {
+            Some(Stream { phase: Phase::Broken(_), .. }) => Poll::Ready(()),
+            Some(stream) => {
+                stream.watcher = Some(context.waker().clone());
+                Poll::Pending
+            }
+            None => Poll::Pending,
+        })
+        .await;
+    }
+}
+
 impl TunnelStream {
+    /// One at a time.
+    pub(crate) fn watch(&self) -> Watch {
+        Watch { shared: Arc::clone(&self.shared), number: self.number }
+    }
+
     /// The next byte that will be read, which stays; none: there is no more.
     pub(crate) async fn peek(&self) -> io::Result<Option<u8>> {
         std::future::poll_fn(|context| {
@@ -51,6 +78,30 @@ impl TunnelStream {
             })
         })
         .await
+    }
+
+    /// Takes of these parts what there is room for.
+    fn put(&self, context: &mut Context<'_>, parts: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        self.with(|stream| {
+            let Some(stream) = stream else { return Poll::Ready(Err(broken())) };
+            if matches!(stream.phase, Phase::Broken(_)) {
+                return Poll::Ready(Err(broken()));
+            }
+            if stream.closing != Closing::Open {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            let before = stream.outbox.len();
+            for part in parts {
+                let length = part.len().min(OUTBOX_BYTES - stream.outbox.len());
+                stream.outbox.extend_from_slice(&part[..length]);
+            }
+            let taken = stream.outbox.len() - before;
+            if taken == 0 && parts.iter().any(|part| !part.is_empty()) {
+                stream.writer = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+            Poll::Ready(Ok(taken))
+        })
     }
 
     fn with<T>(&self, change: impl FnOnce(Option<&mut Stream>) -> T) -> T {
@@ -94,22 +145,16 @@ impl AsyncRead for TunnelStream {
 
 impl AsyncWrite for TunnelStream {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
-        self.with(|stream| {
-            let Some(stream) = stream else { return Poll::Ready(Err(broken())) };
-            if matches!(stream.phase, Phase::Broken(_)) {
-                return Poll::Ready(Err(broken()));
-            }
-            if stream.closing != Closing::Open {
-                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-            }
-            let length = data.len().min(OUTBOX_BYTES - stream.outbox.len());
-            if length == 0 && !data.is_empty() {
-                stream.writer = Some(context.waker().clone());
-                return Poll::Pending;
-            }
-            stream.outbox.extend_from_slice(&data[..length]);
-            Poll::Ready(Ok(length))
-        })
+        self.put(context, &[IoSlice::new(data)])
+    }
+
+    fn poll_write_vectored(self: Pin<&mut Self>, context: &mut Context<'_>, parts: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        self.put(context, parts)
+    }
+
+    /// So that nobody copies parts together before they are copied here.
+    fn is_write_vectored(&self) -> bool {
+        true
     }
 
     /// What was written is on its way; there is nothing more to be done about it.

@@ -1,9 +1,17 @@
-use std::io;
+use std::{fs, io, time::Duration};
 
-use sandboxer_protocol::limits::TUNNEL_CREDIT_BYTES;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use sandboxer_protocol::{SandboxId, limits::TUNNEL_CREDIT_BYTES};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    time::timeout,
+};
 
 use super::*;
+use crate::network::{AllPlaces, Egress, Log, NetworkSettings, SystemDialer};
+
+/// What has to happen, however slow the machine is.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn opened(tunnel: &mut Tunnel, number: Number, credit: u64) -> TunnelStream {
     let stream = tunnel.opened_by_agent(number, credit).unwrap().unwrap();
@@ -151,4 +159,143 @@ async fn the_driver_hears_when_the_last_port_is_left() {
     };
     let (serves, ()) = tokio::join!(left, async { drop(stream) });
     assert!(!serves && tunnel.next().is_none());
+}
+
+#[tokio::test]
+async fn a_break_is_seen_by_who_only_watches() {
+    let mut tunnel = Tunnel::default();
+    let (stream, other) = (opened(&mut tunnel, 1, 100), opened(&mut tunnel, 3, 100));
+    let watching = |stream: &TunnelStream| {
+        let watch = stream.watch();
+        tokio::spawn(async move { watch.broken().await })
+    };
+    let (one, two) = (watching(&stream), watching(&other));
+    tokio::task::yield_now().await;
+    tunnel.data(1, b"more").unwrap();
+    tokio::task::yield_now().await;
+    assert!(!one.is_finished(), "what comes is no break");
+    tunnel.reset(1, TunnelFault::Reset);
+    timeout(PATIENCE, one).await.unwrap().unwrap();
+    tunnel.begin_again();
+    timeout(PATIENCE, two).await.unwrap().unwrap();
+}
+
+/// A program's connection through the proxy to a server of the test, as the agent sees it.
+struct Proxied {
+    tunnel: Tunnel,
+    outside: TcpStream,
+    log: Arc<Log>,
+    _egress: Egress,
+    _dir: tempfile::TempDir,
+}
+
+impl Proxied {
+    async fn open(head: impl FnOnce(u16) -> String) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let hosts = dir.path().join("hosts");
+        fs::write(&hosts, "127.0.0.1 a.test\n").unwrap();
+        let settings = NetworkSettings {
+            allow: vec!["*:*".parse().unwrap()],
+            addresses: vec!["127.0.0.1".parse().unwrap()],
+            dialer: Arc::new(SystemDialer::new(Some(hosts))),
+            ..NetworkSettings::default()
+        };
+        let log = Log::open(dir.path());
+        let mut egress = Egress::new(&Arc::new(settings), &AllPlaces::new(64), &["*:*".parse().unwrap()], Arc::clone(&log)).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut tunnel = Tunnel::default();
+        egress.serve(SandboxId::random(), opened(&mut tunnel, 1, TUNNEL_CREDIT_BYTES));
+        tunnel.data(1, head(listener.local_addr().unwrap().port()).as_bytes()).unwrap();
+        let (outside, _) = timeout(PATIENCE, listener.accept()).await.unwrap().unwrap();
+        Self { tunnel, outside, log, _egress: egress, _dir: dir }
+    }
+
+    /// The proxy has said that it is connected.
+    async fn connected(&mut self) {
+        let mut all = Vec::new();
+        while !all.iter().any(|one: &String| one.ends_with("bytes")) {
+            timeout(PATIENCE, self.tunnel.stirred()).await.expect("it is connected");
+            all.extend(said(&mut self.tunnel));
+        }
+    }
+
+    /// Sends until nothing more is taken, because the server outside reads nothing.
+    async fn fill(&mut self) {
+        loop {
+            let room = {
+                let state = self.tunnel.shared.lock();
+                state.streams[&1].granted - state.streams[&1].received
+            };
+            let piece = usize::try_from(room).unwrap().min(MAX_TUNNEL_PIECE_BYTES);
+            if piece > 0 {
+                self.tunnel.data(1, &vec![7; piece]).unwrap();
+            } else if timeout(Duration::from_secs(1), self.tunnel.stirred()).await.is_err() {
+                // Where it was only slow, it is read from as it breaks, and the test shows less.
+                return;
+            }
+            drop(said(&mut self.tunnel));
+        }
+    }
+
+    /// What the server outside sees in the end.
+    async fn seen_outside(&mut self) -> io::Result<usize> {
+        let mut piece = vec![0; 1 << 16];
+        loop {
+            match timeout(PATIENCE, self.outside.read(&mut piece)).await.expect("it hangs") {
+                Ok(1..) => {}
+                end => return end,
+            }
+        }
+    }
+
+    async fn is_over(&self) {
+        let over = async {
+            while self.log.all().iter().any(|one| one.duration_ms.is_none()) {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(PATIENCE, over).await.expect("it is written down as going on");
+        assert_eq!(self.log.all().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_is_cut_off_while_the_server_outside_reads_nothing_ends_at_once_and_with_a_reset() {
+    let mut proxied = Proxied::open(|port| format!("CONNECT a.test:{port} HTTP/1.1\r\n\r\n")).await;
+    proxied.connected().await;
+    proxied.fill().await;
+    proxied.tunnel.reset(1, TunnelFault::Reset);
+    proxied.is_over().await;
+    assert_eq!(proxied.seen_outside().await.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn so_does_a_plain_request_whose_body_is_not_read() {
+    let head = |port| format!("POST http://a.test:{port}/ HTTP/1.1\r\nContent-Length: 1000000000000\r\n\r\n");
+    let mut proxied = Proxied::open(head).await;
+    proxied.fill().await;
+    proxied.tunnel.reset(1, TunnelFault::Reset);
+    proxied.is_over().await;
+    // How much was to come was said, so that its end may be an ordinary one.
+    drop(proxied.seen_outside().await);
+}
+
+#[tokio::test]
+async fn what_comes_to_its_end_in_both_directions_ends_without_a_reset() {
+    let mut proxied = Proxied::open(|port| format!("CONNECT a.test:{port} HTTP/1.1\r\n\r\n")).await;
+    proxied.connected().await;
+    proxied.tunnel.data(1, b"all of it").unwrap();
+    proxied.tunnel.ended(1);
+    let mut heard = Vec::new();
+    timeout(PATIENCE, proxied.outside.read_to_end(&mut heard)).await.unwrap().unwrap();
+    assert_eq!(heard, b"all of it");
+    proxied.outside.write_all(b"answer").await.unwrap();
+    proxied.outside.shutdown().await.unwrap();
+    let mut all = Vec::new();
+    while !all.contains(&"1: end".to_owned()) {
+        timeout(PATIENCE, proxied.tunnel.stirred()).await.unwrap();
+        all.extend(said(&mut proxied.tunnel));
+    }
+    proxied.is_over().await;
+    assert_eq!(proxied.seen_outside().await.unwrap(), 0);
 }
