@@ -5,7 +5,6 @@ mod executions;
 mod filesystems;
 mod transfers;
 mod travel;
-mod turns;
 
 use std::{sync::Arc, time::Duration};
 
@@ -23,7 +22,6 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use self::turns::Turns;
 pub(crate) use self::{
     executions::{ExecutionWord, Watched},
     transfers::{Broken, Going},
@@ -38,11 +36,6 @@ use crate::{
     settings::Settings,
 };
 
-/// What is done with single files at once in all sandboxes of an API key, and twice as much in all. Content that passes through may hold some MiB here; what is
-/// only asked for, or watched, next to nothing.
-const MAX_TRANSFERS: usize = 128;
-const MAX_FILE_ASKS: usize = 128;
-const MAX_WATCHES: usize = 512;
 /// How long the end of a sandbox may take.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
@@ -99,15 +92,11 @@ impl From<ArriveError> for NotDeleted {
 #[derive(Clone)]
 pub(crate) struct Native {
     manager: Arc<Manager>,
-    /// Turns for single files, by what is done: what takes long keeps nobody from what is done at once.
-    transfers: Turns,
-    file_asks: Turns,
-    watches: Turns,
 }
 
 impl Native {
     pub(crate) fn new(manager: Arc<Manager>) -> Self {
-        Self { manager, transfers: Turns::new(MAX_TRANSFERS), file_asks: Turns::new(MAX_FILE_ASKS), watches: Turns::new(MAX_WATCHES) }
+        Self { manager }
     }
 
     pub(crate) fn settings(&self) -> &Settings {
