@@ -6,14 +6,14 @@ mod filesystems;
 mod transfers;
 mod travel;
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use sandboxer_protocol::{
     SandboxId,
-    client::{CreateConfig, Request, ServerEvent, Status},
+    client::{CreateConfig, ErrorCode, Request, ServerEvent, Status},
 };
-use sandboxer_store::SnapshotId;
+use sandboxer_store::{KeptName, SnapshotId};
 use serde_json::{Map, Value};
 use tokio::{
     sync::{mpsc, watch},
@@ -28,6 +28,7 @@ pub(crate) use self::{
     travel::NativeError,
 };
 use crate::{
+    checkpoints::{Rest, Resters},
     manager::{ArriveError, Buried, CreateError, Handle, InstanceView, Manager},
     sandbox::{
         client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
@@ -38,6 +39,9 @@ use crate::{
 
 /// How long the end of a sandbox may take.
 const END_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long the volume may take to say what it has.
+const LOOK_WITHIN: Duration = Duration::from_secs(30);
 
 /// What is known of one.
 #[derive(Debug, Clone)]
@@ -60,6 +64,19 @@ impl From<&Handle> for NativeSandbox {
             metadata: (*handle.metadata).clone(),
             runs: true,
             generation: handle.generation(),
+            snapshot_id: None,
+        }
+    }
+}
+
+impl From<Rest> for NativeSandbox {
+    fn from(rest: Rest) -> Self {
+        Self {
+            id: rest.id,
+            created_at: rest.noted.created_at,
+            metadata: rest.noted.metadata.clone(),
+            runs: rest.held,
+            generation: rest.noted.generation,
             snapshot_id: None,
         }
     }
@@ -145,6 +162,27 @@ impl Native {
         let mut all = self.manager.all();
         all.retain(|handle| super::may_see(handle.owner.as_deref(), owner));
         all.iter().map(NativeSandbox::from).collect()
+    }
+
+    /// Those that are on the volume and not among those that are `here`, behind `after`, and how far that goes. At least `enough` of them, if there are so many.
+    pub(crate) async fn resting(
+        &self,
+        owner: Option<&str>,
+        after: Option<KeptName>,
+        enough: usize,
+        here: &HashSet<SandboxId>,
+    ) -> Result<(Vec<NativeSandbox>, Option<KeptName>), NativeError> {
+        let Some(checkpoints) = &self.manager.checkpoints else { return Ok((Vec::new(), None)) };
+        let looking = checkpoints.resters(owner, after, enough, |id| here.contains(&id));
+        let unavailable = |why: String| {
+            let message = format!("The volume can't be asked which sandboxes are saved: {why}. Try again later, or leave out saved.");
+            NativeError::Because(ErrorCode::VolumeUnavailable, message)
+        };
+        let Resters { found, until } = match timeout(LOOK_WITHIN, looking).await {
+            Ok(looked) => looked.map_err(unavailable)?,
+            Err(_) => return Err(unavailable("it takes too long".to_owned())),
+        };
+        Ok((found.into_iter().map(NativeSandbox::from).collect(), until))
     }
 
     /// Ends one that nobody is attached to, wherever it is: as a client of it would in memory, and else on the volume. Nobody can have it afterwards.
