@@ -88,6 +88,10 @@ impl Checkpoints {
         here: impl Fn(SandboxId) -> bool + Sync,
     ) -> Result<Resters, String> {
         let names = self.volume.kept(tenant(owner), after, MOST_LOOKS).await.map_err(|error| error.whole())?;
+        if names.is_empty() {
+            // So is the list of a directory that is no longer there, which is not the same.
+            self.leases.records().list(None, 1).await.map_err(|error| error.to_string())?;
+        }
         let last = names.last().copied().filter(|_| names.len() >= MOST_LOOKS);
         let here = &here;
         let looks = stream::iter(names).map(|name| async move {
