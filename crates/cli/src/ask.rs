@@ -150,7 +150,7 @@ impl Ask {
         let known: Vec<String> = tokens::ids().into_iter().filter(|id| id.starts_with(beginning)).collect();
         if known.is_empty() {
             bail!(
-                "no sandbox has an id that begins with {beginning}; `sandboxer ls` lists those that run, others have to be given by their whole id"
+                "no sandbox has an id that begins with {beginning}; `sandboxer ls --saved` lists them; those that don't run have to be given by their whole id"
             );
         }
         only("sandbox", beginning, known)
@@ -211,8 +211,9 @@ impl Ask {
     pub(crate) fn list(&self, path: &str) -> Result<Value> {
         let mut items = Vec::new();
         let mut cursor = String::new();
+        let join = if path.contains('?') { '&' } else { '?' };
         loop {
-            let page = self.ask("GET", &format!("{path}?limit=1000{cursor}"), None)?;
+            let page = self.ask("GET", &format!("{path}{join}limit=1000{cursor}"), None)?;
             for warning in page["warnings"].as_array().into_iter().flatten() {
                 eprintln!("sandboxer: {}", warning.as_str().unwrap_or_default());
             }

@@ -35,6 +35,9 @@ pub(crate) struct RemoveArgs {
 pub(crate) struct ListArgs {
     #[command(flatten)]
     ask: Ask,
+    /// Also those that are on the volume and not in the memory of the server that is asked
+    #[arg(long)]
+    saved: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -107,7 +110,7 @@ enum ProfilesCommand {
 }
 
 pub(crate) fn ls(args: &ListArgs) -> Result<ExitCode> {
-    let list = args.ask.list("/v1/sandboxes")?;
+    let list = args.ask.list(if args.saved { "/v1/sandboxes?saved=true" } else { "/v1/sandboxes" })?;
     args.ask.print(&list, |list| {
         table(&["ID", "STATUS", "PROFILE", "HOST", "CREATED"], list, &["id", "status", "profile", "host", "created_at"])
     })

@@ -234,6 +234,14 @@ impl Api {
         self.pages("/v1/sandboxes").await
     }
 
+    /// The same, with those that are on the volume and not in this server's memory: saved, or at another instance.
+    ///
+    /// # Errors
+    /// The server, or its volume, can't be asked.
+    pub async fn saved_sandboxes(&self) -> Result<Vec<SandboxInfo>, Error> {
+        self.pages("/v1/sandboxes?saved=true").await
+    }
+
     /// One sandbox, in memory or saved.
     ///
     /// # Errors
@@ -380,8 +388,9 @@ impl Api {
 
     async fn pages<T: DeserializeOwned>(&self, path: &str) -> Result<Vec<T>, Error> {
         let (mut all, mut cursor) = (Vec::new(), String::new());
+        let join = if path.contains('?') { '&' } else { '?' };
         loop {
-            let page: Page<T> = parsed(self.call("GET", &format!("{path}?limit=1000{cursor}"), None).await?)?;
+            let page: Page<T> = parsed(self.call("GET", &format!("{path}{join}limit=1000{cursor}"), None).await?)?;
             all.extend(page.items);
             match page.next_cursor {
                 Some(next) => cursor = format!("&cursor={}", encoded(&next)),

@@ -9,6 +9,7 @@ mod collecting;
 mod facts;
 mod family;
 mod images;
+mod resting;
 mod state;
 
 use std::{
@@ -22,8 +23,8 @@ use std::{
 use sandboxer_protocol::SandboxId;
 use sandboxer_runtime::AfterSave;
 use sandboxer_store::{
-    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Loader, Manifest, ManifestAt, Metadata, Place, Prepared, SandboxStatus,
-    Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
+    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, KeptName, Loader, Manifest, ManifestAt, Metadata, Place, Prepared,
+    SandboxStatus, Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
     collect::{LONGEST_SAVE, Retention, Writer},
     failpoint::FailPoints,
     key::Purpose,
@@ -43,11 +44,15 @@ pub(crate) use self::collecting::tell as tell_collected;
 pub use self::facts::Facts;
 pub(crate) use self::family::{Branch, Family, Relative};
 pub(crate) use self::images::StoredImages;
+use self::resting::Resting;
+pub(crate) use self::resting::{Rest, Resters};
 pub(crate) use self::state::SavedState;
 use crate::{images::Images, sandbox::record::Record};
 
 /// Where the hash of a sandbox's token is kept on the volume.
 const TOKEN: &str = "token_sha256";
+/// Where `metadata.json` says that the sandbox is in the list of this tenant.
+const TENANT: &str = "tenant";
 /// The files that runsc makes.
 const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", "pages.img"];
 /// What may be restored besides the memory and the disk of the largest sandbox: gVisor's own state.
@@ -96,6 +101,7 @@ pub(crate) struct Checkpoints {
     largest_bytes: u64,
     tasks: TaskTracker,
     known: Known,
+    resting: Resting,
     collection: Collection,
     burials: Burials,
     /// Who saves by itself takes it.
@@ -160,6 +166,7 @@ impl Checkpoints {
             largest_bytes: largest_bytes.saturating_add(ROOM_BYTES),
             tasks,
             known: Known::default(),
+            resting: Resting::default(),
             collection,
             burials: Burials::open(data_dir.join("burials"))?,
             autosaves: Arc::new(Semaphore::new(1)),
@@ -405,7 +412,29 @@ impl Checkpoints {
     pub(crate) async fn describe_killed(&self, id: SandboxId) -> Result<(), Error> {
         let mut metadata = self.volume.metadata(id).await?;
         metadata.status = SandboxStatus::Killed;
-        self.volume.put_metadata(id, &metadata).await
+        let unlisted = self.unlist(id, &mut metadata).await;
+        self.volume.put_metadata(id, &metadata).await?;
+        unlisted
+    }
+
+    /// Puts a sandbox that was saved into the list of its tenant, once.
+    async fn list_for_owner(&self, record: &Record, metadata: &mut Metadata) -> Result<(), Error> {
+        let tenant = tenant(record.owner.as_deref());
+        let noted = Value::from(tenant.to_string());
+        if metadata.other.get(TENANT) != Some(&noted) {
+            self.volume.put_kept(tenant, KeptName::made_at(metadata.created_at, record.id)).await?;
+            metadata.other.insert(TENANT.to_owned(), noted);
+        }
+        Ok(())
+    }
+
+    /// Takes it out again. What is missed is removed when the volume is collected.
+    async fn unlist(&self, id: SandboxId, metadata: &mut Metadata) -> Result<(), Error> {
+        let Some(noted) = metadata.other.remove(TENANT) else { return Ok(()) };
+        match noted.as_str().and_then(|noted| noted.parse().ok()) {
+            Some(tenant) => self.volume.remove_kept(tenant, KeptName::made_at(metadata.created_at, id)).await,
+            None => Ok(()),
+        }
     }
 
     /// Brings the copies up to date that people and tools read.
@@ -430,7 +459,13 @@ impl Checkpoints {
         }
         metadata.idle_timeout = serde_json::Number::from_f64(record.config.idle_timeout.unwrap_or(Duration::ZERO).as_secs_f64());
         metadata.image = record.image.file_stem().and_then(|stem| stem.to_str()).map(str::to_owned);
-        self.volume.put_metadata(record.id, &metadata).await
+        let listed = match status {
+            SandboxStatus::Killed => self.unlist(record.id, &mut metadata).await,
+            _ if latest.is_some() => self.list_for_owner(record, &mut metadata).await,
+            _ => Ok(()),
+        };
+        self.volume.put_metadata(record.id, &metadata).await?;
+        listed
     }
 }
 

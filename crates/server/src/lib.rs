@@ -7,6 +7,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a failed unwrap is a failed test"))]
 
 mod checkpoints;
+mod file_turns;
 mod filesystems;
 #[doc(hidden)]
 pub mod fuzzing;

@@ -63,6 +63,7 @@ pub(crate) use self::{
 };
 use crate::{
     checkpoints::Checkpoints,
+    file_turns::FileTurns,
     filesystems::Filesystems,
     images::Images,
     limits::Limits,
@@ -187,6 +188,26 @@ impl Handle {
         answer.await.ok()
     }
 
+    /// One that a test plays the driver of.
+    #[cfg(test)]
+    pub(crate) fn played() -> (Self, mpsc::Receiver<Command>) {
+        let (commands, played) = mpsc::channel(COMMANDS);
+        let handle = Self {
+            id: SandboxId::random(),
+            token_sha256: Arc::from(""),
+            commands,
+            gone: CancellationToken::new(),
+            generation: Arc::default(),
+            owner: None,
+            created_at: jiff::Timestamp::UNIX_EPOCH,
+            metadata: Arc::default(),
+            last_use: LastUse::at(jiff::Timestamp::UNIX_EPOCH),
+            lease: None,
+            network: Arc::new(NetworkView { rules: Vec::new(), log: Log::of_none(Path::new("")) }),
+        };
+        (handle, played)
+    }
+
     /// Has something done with a single file. False: the sandbox is gone from here.
     pub(crate) async fn file(&self, order: transfers::Order) -> bool {
         self.commands.send(Command::File(order)).await.is_ok()
@@ -235,6 +256,8 @@ pub(crate) struct Manager {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) checkpoints: Option<Arc<Checkpoints>>,
     pub(crate) filesystems: Option<Arc<Filesystems>>,
+    /// For what is done with files, over HTTP and on sockets.
+    pub(crate) file_turns: FileTurns,
     /// Sandboxes that are being brought here from the volume: one attach at a time does it, the others then find it.
     arriving: Mutex<HashMap<SandboxId, Weak<Semaphore>>>,
     obituaries: Obituaries,
@@ -285,6 +308,7 @@ impl Manager {
         Ok(Arc::new(Self {
             checkpoints,
             filesystems,
+            file_turns: FileTurns::new(),
             arriving: Mutex::default(),
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
             pool: Pool::new(settings.pool.clone()),

@@ -12,6 +12,7 @@ mod bells;
 mod condemned;
 mod faults;
 mod intent;
+mod kept;
 mod retention;
 mod scan;
 mod turn;
@@ -38,7 +39,7 @@ use self::{
     scan::{Known, Scan},
 };
 use crate::error::{Error, Result};
-use crate::layout::{self, ManifestAt, PackId, Tenant};
+use crate::layout::{self, KeptName, ManifestAt, PackId, Tenant};
 use crate::lease::{Clock, Moment};
 use crate::record::{InstanceId, Nonce, RecordStore};
 use crate::volume::Volume;
@@ -147,6 +148,8 @@ struct Plan {
     /// Packs that nothing needs, with their bytes.
     idle: BTreeMap<(Tenant, PackId), u64>,
     staged: BTreeMap<std::path::PathBuf, u64>,
+    /// Sandboxes in the lists of their tenants, before the scan.
+    kept: BTreeSet<(Tenant, KeptName)>,
 }
 
 impl Collector {
@@ -228,6 +231,7 @@ impl Collector {
         if list.is_none() && plan.scan.goes.is_empty() && plan.scan.ended.is_empty() && plan.staged.is_empty() {
             done.dead_writers += self.remove_dead_intents().await?;
             self.remove_spent_lists().await?;
+            self.forget_the_gone(&plan.kept, &plan.scan).await;
             return Ok((done, no_room));
         }
         let scan = if self.faults.waits_for_nobody() {
@@ -260,6 +264,7 @@ impl Collector {
             self.settle().await;
             self.remove(&layout::condemned(name)).await?;
         }
+        self.forget_the_gone(&plan.kept, &scan).await;
         self.remove_ended(&scan, &mut done).await?;
         for (path, bytes) in self.volume.staged().await?.into_iter().filter(|(path, _)| plan.staged.contains_key(path)) {
             self.volume.remove_staged(path).await?;
@@ -274,6 +279,8 @@ impl Collector {
 
     async fn first_scan(&self) -> Result<Plan> {
         let staged = self.volume.staged().await?;
+        // Before the records: each of them had one then.
+        let kept = self.volume.all_kept().await?;
         // The packs first: a manifest that comes later may only need what is there by then.
         let packs = self.volume.all_packs().await?;
         let scan = Scan::of(&self.volume, &*self.records, self.terms.retention, &self.known).await?;
@@ -283,7 +290,7 @@ impl Collector {
         } else {
             BTreeMap::new()
         };
-        Ok(Plan { scan, idle, staged })
+        Ok(Plan { scan, idle, staged, kept })
     }
 
     /// Puts a list on the volume of what may be removed, and returns it. On a full volume it is as long as there is room.

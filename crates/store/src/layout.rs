@@ -9,6 +9,7 @@
 //! filesystem/{tenant}/{name}.img                 the manifest of a filesystem snapshot
 //! images/{sha256}.img                            the manifest of a base image
 //! packs/{tenant}/{pack_id}.pack                  chunks, gathered
+//! kept/{tenant}/{ns}_{sandbox_id}                a sandbox of the tenant was saved, for lists
 //! bells/{digest}                                 an instance is told that somebody waits for a sandbox of its; in buckets alone
 //! volume                                         says that this is the volume, and not an empty one in its place; in buckets alone
 //! probes/{nonce}                                 a server tries what the bucket can; in buckets alone
@@ -185,6 +186,53 @@ impl Tenant {
     }
 }
 
+/// `{ns}_{sandbox_id}`: a sandbox that was saved, in the order of their making.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct KeptName {
+    made_ns: u64,
+    id: SandboxId,
+}
+
+impl KeptName {
+    /// `made_ns`: nanoseconds since 1970.
+    #[must_use]
+    pub fn new(made_ns: u64, id: SandboxId) -> Self {
+        Self { made_ns, id }
+    }
+
+    #[must_use]
+    pub fn made_at(created_at: jiff::Timestamp, id: SandboxId) -> Self {
+        Self::new(u64::try_from(created_at.as_nanosecond()).unwrap_or(0), id)
+    }
+
+    #[must_use]
+    pub fn made_ns(self) -> u64 {
+        self.made_ns
+    }
+
+    #[must_use]
+    pub fn id(self) -> SandboxId {
+        self.id
+    }
+}
+
+impl fmt::Display for KeptName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // With all digits, so that names are in the order of time.
+        write!(formatter, "{:020}_{}", self.made_ns, self.id)
+    }
+}
+
+impl FromStr for KeptName {
+    type Err = BadName;
+
+    fn from_str(text: &str) -> Result<Self, BadName> {
+        let parts = text.split_once('_').and_then(|(digits, id)| Some((digits.parse().ok()?, id.parse().ok()?)));
+        let name = parts.map(|(made_ns, id)| Self { made_ns, id });
+        name.filter(|name| name.to_string() == text).ok_or_else(|| BadName::new("name of a sandbox that was saved", text))
+    }
+}
+
 /// The identity of a pack: random. What is in it is addressed by content, chunk by chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -336,6 +384,18 @@ pub(crate) fn images() -> Path {
     Path::from("images")
 }
 
+pub(crate) fn all_kept() -> Path {
+    Path::from("kept")
+}
+
+pub(crate) fn kept(tenant: Tenant) -> Path {
+    all_kept().join(tenant.to_string())
+}
+
+pub(crate) fn kept_name(tenant: Tenant, name: KeptName) -> Path {
+    kept(tenant).join(name.to_string())
+}
+
 pub(crate) fn all_filesystems() -> Path {
     Path::from("filesystem")
 }
@@ -460,6 +520,18 @@ mod tests {
         let third = CheckpointName::after(Some(second), 10).unwrap();
         assert!(first < second && second < third);
         assert_eq!(third.ms(), 1002);
+    }
+
+    #[test]
+    fn names_of_saved_sandboxes_are_in_the_order_of_time_and_have_one_spelling() {
+        let id = SandboxId::random();
+        let (early, late) = (KeptName::new(7, id), KeptName::new(1_800_000_000_000_000_000, id));
+        assert!(early < late && early.to_string() < late.to_string());
+        assert_eq!(late.to_string().parse::<KeptName>(), Ok(late));
+        let short = format!("7_{id}");
+        for bad in ["", "_", &short, &format!("+0000000000000000007_{id}"), &format!("{late}/"), "00000000000000000007_.."] {
+            assert!(bad.parse::<KeptName>().is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -27,8 +27,8 @@ const LOOKS_AT_ONCE: usize = 8;
 /// Twice what a bucket's list may be behind. Amazon's and Google's are not; what speaks like them may be, a little.
 const LISTED_LATE: Duration = Duration::from_secs(2);
 /// Between a list that was torn and the next try.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+pub(crate) const FIRST_PAUSE: Duration = Duration::from_millis(50);
+pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// A handle; cloning is cheap.
 #[derive(Debug, Clone)]

@@ -14,8 +14,8 @@ use sandboxer_store::failpoint::FailPoints;
 use sandboxer_store::lease::BootClock;
 use sandboxer_store::record::{Codec, DirectoryRecords, Nonce, OwnerChange, Record, RecordStore, Stamp};
 use sandboxer_store::{
-    CheckpointName, ChunkIndex, Contract, Depth, Error, Filesystem, FilesystemName, ImageDigest, Loader, Manifest, ManifestAt, Saved,
-    Saver, SnapshotId, Source, Tenant, Volume, verify,
+    CheckpointName, ChunkIndex, Contract, Depth, Error, Filesystem, FilesystemName, ImageDigest, KeptName, Loader, Manifest, ManifestAt,
+    Saved, Saver, SnapshotId, Source, Tenant, Volume, verify,
 };
 
 const LONGEST: Duration = Duration::from_millis(400);
@@ -202,6 +202,28 @@ async fn of_a_killed_sandbox_nothing_is_left_but_what_its_copies_and_snapshots_n
     assert!(done.packs > 0 && here.below("packs").is_empty(), "{done:?}");
     let left: Vec<_> = here.files();
     assert_eq!(left, [here.root.path().join("collect/reserve")]);
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_gone_goes_from_the_list_of_its_tenant_and_no_other_does() {
+    let here = Here::new();
+    let (resting, killed, tenant) = (here.create().await, here.create().await, Tenant::of_key(b"key"));
+    for id in [resting, killed] {
+        here.checkpoint(id, 1).await;
+        here.volume.put_kept(tenant, KeptName::new(1, id)).await.unwrap();
+    }
+    // One whose record went already, and one that is being made by somebody else.
+    here.volume.put_kept(tenant, KeptName::new(2, SandboxId::random())).await.unwrap();
+    let unsaved = here.create().await;
+    here.volume.put_kept(Tenant::open(), KeptName::new(3, unsaved)).await.unwrap();
+    here.collect().await;
+    let listed = |tenant| here.volume.kept(tenant, None, 10);
+    assert_eq!(listed(tenant).await.unwrap().iter().filter(|name| [resting, killed].contains(&name.id())).count(), 2);
+    assert_eq!(listed(tenant).await.unwrap().len(), 2, "nobody knows the third");
+    here.kill(killed).await;
+    here.collect().await;
+    assert_eq!(listed(tenant).await.unwrap(), [KeptName::new(1, resting)]);
+    assert_eq!(listed(Tenant::open()).await.unwrap(), [KeptName::new(3, unsaved)]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,4 @@
-//! Single files over the WebSocket, for clients that have nothing else. A file of any size goes in pieces, one message each.
+//! Files over the WebSocket, for clients that have nothing else. A file or an archive of any size goes in pieces, one message each.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -17,6 +17,14 @@ pub enum FileOp {
     Remove,
     Rename,
     Mkdir,
+    /// All that is in a directory, as a tar archive, piece by piece.
+    Pack,
+    /// What is in a tar archive goes into a directory, piece by piece.
+    Unpack,
+    /// What changes in a directory is told from here on.
+    Watch,
+    /// Ends what is under way with the same `id` and `path`, if anything is. Nothing of it comes after the answer.
+    Cancel,
 }
 
 /// `{"action":"file","op":…,"path":…}`. What an `op` has no use for is ignored.
@@ -26,28 +34,29 @@ pub struct FileRequest {
     pub op: FileOp,
     /// Absolute.
     pub path: String,
-    /// Comes back with the answer. The pieces of one file that is written have the same.
+    /// Comes back with the answer. The pieces of one file or archive have the same. `watch`: needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// `read`: from this byte on.
+    /// `read`: from this byte on. `pack`: the bytes that came so far; 0, or left out, begins. `write`, `unpack`: the bytes sent so far; if given it has to be
+    /// right, so that no piece is taken for the first of another file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
-    /// `read`: so many bytes; at most, and by default, 1 MiB.
+    /// `read`, `pack`: so many bytes; at most, and by default, 1 MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub length: Option<u64>,
-    /// `write`: the content, or its next piece.
+    /// `write`, `unpack`: the content, or its next piece.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
-    /// `write`: how `data` is written.
+    /// `write`, `unpack`: how `data` is written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
-    /// `write`: another piece follows; the file gets its name with the last.
+    /// `write`, `unpack`: another piece follows; a file gets its name with the last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub more: Option<bool>,
     /// `write`, `mkdir`: in octal, such as `644`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
-    /// `write`, `mkdir`: make the directories that are missing.
+    /// `write`, `mkdir`, `unpack`: make the directories that are missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parents: Option<bool>,
     /// `list`: at most so many; 100 by default, 1000 at most.
@@ -59,7 +68,7 @@ pub struct FileRequest {
     /// `stat`: of what a link leads to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub follow: Option<bool>,
-    /// `remove`: with all that is in it.
+    /// `remove`: with all that is in it. `watch`: also in all directories below it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recursive: Option<bool>,
     /// `rename`: the new path.
@@ -68,25 +77,28 @@ pub struct FileRequest {
     /// `rename`: what is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replace: Option<bool>,
+    /// `pack`: send what is being written to as far as it was there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live: Option<bool>,
 }
 
-/// What became of it. Answers come in the order of the requests.
+/// What became of it. Answers come in the order of the requests; what a watch tells comes between them, and has `changes`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct FileEvent {
     pub op: FileOp,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// `read`: the bytes, in base64.
+    /// `read`, `pack`: the bytes, in base64.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
-    /// `read`: where they begin. `write` with `more`: how many bytes were taken so far.
+    /// `read`, `pack`: where they begin. `write`, `unpack` with `more`: how many bytes were taken so far.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
     /// `read`: how large the file is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
-    /// `read`: nothing follows these bytes.
+    /// `read`, `pack`: nothing follows these bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub end: Option<bool>,
     /// The object of the file, as the resource API shows it.
@@ -98,6 +110,9 @@ pub struct FileEvent {
     /// `list`: there is more, behind this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next_cursor: Option<String>,
+    /// `watch`: what changed since, in the order in which it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changes: Option<Vec<Map<String, Value>>>,
     /// It was not done.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<FileError>,
@@ -115,6 +130,18 @@ impl FileEvent {
     /// With nothing to tell but that it was done.
     #[must_use]
     pub fn new(op: FileOp, id: Option<String>) -> Self {
-        Self { op, id, data: None, offset: None, size: None, end: None, file: None, items: None, next_cursor: None, error: None }
+        Self {
+            op,
+            id,
+            data: None,
+            offset: None,
+            size: None,
+            end: None,
+            file: None,
+            items: None,
+            next_cursor: None,
+            changes: None,
+            error: None,
+        }
     }
 }

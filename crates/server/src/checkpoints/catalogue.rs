@@ -184,6 +184,15 @@ impl Checkpoints {
         Ok(found)
     }
 
+    /// What the newest checkpoint says that can be read: going back is how a damaged one is left behind.
+    pub(crate) async fn newest_readable(&self, id: SandboxId, latest: Option<CheckpointName>) -> Result<Option<Arc<About>>, String> {
+        let Some(name) = latest else { return Ok(None) };
+        match self.about(ManifestAt::Checkpoint { sandbox_id: id, name }).await {
+            Ok(Some(about)) => Ok(Some(Arc::new(about))),
+            Ok(None) | Err(_) => Ok(self.checkpoints(id, latest).await?.pop().map(|newest| newest.about)),
+        }
+    }
+
     /// From here on nobody can start from it. Its data goes when nothing else refers to it.
     pub(crate) async fn delete_snapshot(&self, snapshot_id: SnapshotId) -> Result<(), String> {
         let path = ManifestAt::Snapshot { snapshot_id }.path();

@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::{access::Owner, socket};
+use super::{access::Owner, socket, v1::FileDesk};
 use crate::{
     manager::{ArriveError, Arrived, CreateError, Created, Handle, Manager, Saved},
     sandbox::{
@@ -375,7 +375,7 @@ async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle,
     let (port, ends) = socket::channels();
     match (handle.attach(port, greeting).await, manager.stopping()) {
         (Some(Attachment::Attached), _) => {
-            socket::pump(socket, ends, early.messages, handle.clone()).await;
+            socket::pump(socket, ends, early.messages, FileDesk::open(handle.clone(), manager.file_turns.clone())).await;
             Ok(())
         }
         (Some(Attachment::InUse), _) => refuse_with(socket, Status::InUse, IN_USE).await,

@@ -17,10 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::v1::FileDesk;
-use crate::{
-    manager::Handle,
-    sandbox::client::{ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
-};
+use crate::sandbox::client::{ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing};
 
 /// How long a client may take to answer a close, and to read what was sent before it.
 const CLOSE_ANSWERED: Duration = Duration::from_secs(2);
@@ -46,10 +43,14 @@ pub(super) fn channels() -> (ClientPort, Ends) {
 }
 
 /// Serves a connection until it closes, from either side.
-pub(super) async fn pump(socket: WebSocket, ends: Ends, early: VecDeque<FromClient>, handle: Handle) {
+pub(super) async fn pump(
+    socket: WebSocket,
+    ends: Ends,
+    early: VecDeque<FromClient>,
+    (files, mut answers): (FileDesk, mpsc::Receiver<ServerEvent>),
+) {
     let Ends { incoming, room, pongs, mut outgoing, closing } = ends;
     let (mut sink, mut stream) = socket.split();
-    let (files, mut answers) = FileDesk::open(handle);
     let files = &files;
     let reading = async {
         for message in early {

@@ -41,7 +41,7 @@ impl Manager {
         let stored = checkpoints.look(id).await.map_err(|error| error.to_string())?;
         let Some(stored) = stored.filter(|stored| stored.record.tombstone.is_none()) else { return Ok(None) };
         let (latest, held) = (stored.record.latest, stored.record.owner.is_some());
-        let Some(about) = newest_readable(checkpoints, id, latest).await? else { return Ok(None) };
+        let Some(about) = checkpoints.newest_readable(id, latest).await? else { return Ok(None) };
         let token_sha256 = Checkpoints::token_sha256(&stored).to_owned();
         Ok(may_see(about.state.owner.as_deref(), who).then_some(OnVolume { latest, held, about, token_sha256 }))
     }
@@ -111,7 +111,7 @@ async fn publish(
     let Found { state, manifest, .. } = found;
     // Whoever had it may have saved it once more.
     let latest = held.lease.latest();
-    let now = newest_readable(checkpoints, id, latest).await.map_err(NotPublished::AsItWas)?;
+    let now = checkpoints.newest_readable(id, latest).await.map_err(NotPublished::AsItWas)?;
     let now = &now.as_ref().unwrap_or(&there.about).state;
     let record = Record {
         version: RECORD_VERSION,
@@ -136,13 +136,4 @@ async fn publish(
         warn!(error = error.whole(), "the checkpoint counts, but its copies on the volume are out of date");
     }
     Ok(name)
-}
-
-/// What the newest checkpoint says that can be read: going back is how a damaged one is left behind.
-async fn newest_readable(checkpoints: &Checkpoints, id: SandboxId, latest: Option<CheckpointName>) -> Result<Option<Arc<About>>, String> {
-    let Some(name) = latest else { return Ok(None) };
-    match checkpoints.about(ManifestAt::Checkpoint { sandbox_id: id, name }).await {
-        Ok(Some(about)) => Ok(Some(Arc::new(about))),
-        Ok(None) | Err(_) => Ok(checkpoints.checkpoints(id, latest).await?.pop().map(|newest| newest.about)),
-    }
 }

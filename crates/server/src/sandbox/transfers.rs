@@ -85,6 +85,14 @@ pub(crate) struct Order {
     pushes: mpsc::Receiver<Push>,
 }
 
+#[cfg(test)]
+impl Order {
+    /// For a test that plays the driver.
+    pub(crate) fn played(self) -> (FileAsk, mpsc::Sender<Word>, mpsc::Receiver<Push>) {
+        (self.ask, self.words, self.pushes)
+    }
+}
+
 /// The ends of who asked. Dropped, the transfer is given up.
 pub(crate) struct Ends {
     pub(crate) words: mpsc::Receiver<Word>,

@@ -5,16 +5,15 @@ mod executions;
 mod filesystems;
 mod transfers;
 mod travel;
-mod turns;
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use sandboxer_protocol::{
     SandboxId,
-    client::{CreateConfig, Request, ServerEvent, Status},
+    client::{CreateConfig, ErrorCode, Request, ServerEvent, Status},
 };
-use sandboxer_store::SnapshotId;
+use sandboxer_store::{KeptName, SnapshotId};
 use serde_json::{Map, Value};
 use tokio::{
     sync::{mpsc, watch},
@@ -23,13 +22,13 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use self::turns::Turns;
 pub(crate) use self::{
     executions::{ExecutionWord, Watched},
     transfers::{Broken, Going},
     travel::NativeError,
 };
 use crate::{
+    checkpoints::{Rest, Resters},
     manager::{ArriveError, Buried, CreateError, Handle, InstanceView, Manager},
     sandbox::{
         client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
@@ -38,13 +37,11 @@ use crate::{
     settings::Settings,
 };
 
-/// What is done with single files at once in all sandboxes of an API key, and twice as much in all. Content that passes through may hold some MiB here; what is
-/// only asked for, or watched, next to nothing.
-const MAX_TRANSFERS: usize = 128;
-const MAX_FILE_ASKS: usize = 128;
-const MAX_WATCHES: usize = 512;
 /// How long the end of a sandbox may take.
 const END_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long the volume may take to say what it has.
+const LOOK_WITHIN: Duration = Duration::from_secs(30);
 
 /// What is known of one.
 #[derive(Debug, Clone)]
@@ -67,6 +64,19 @@ impl From<&Handle> for NativeSandbox {
             metadata: (*handle.metadata).clone(),
             runs: true,
             generation: handle.generation(),
+            snapshot_id: None,
+        }
+    }
+}
+
+impl From<Rest> for NativeSandbox {
+    fn from(rest: Rest) -> Self {
+        Self {
+            id: rest.id,
+            created_at: rest.noted.created_at,
+            metadata: rest.noted.metadata.clone(),
+            runs: rest.held,
+            generation: rest.noted.generation,
             snapshot_id: None,
         }
     }
@@ -99,15 +109,11 @@ impl From<ArriveError> for NotDeleted {
 #[derive(Clone)]
 pub(crate) struct Native {
     manager: Arc<Manager>,
-    /// Turns for single files, by what is done: what takes long keeps nobody from what is done at once.
-    transfers: Turns,
-    file_asks: Turns,
-    watches: Turns,
 }
 
 impl Native {
     pub(crate) fn new(manager: Arc<Manager>) -> Self {
-        Self { manager, transfers: Turns::new(MAX_TRANSFERS), file_asks: Turns::new(MAX_FILE_ASKS), watches: Turns::new(MAX_WATCHES) }
+        Self { manager }
     }
 
     pub(crate) fn settings(&self) -> &Settings {
@@ -156,6 +162,27 @@ impl Native {
         let mut all = self.manager.all();
         all.retain(|handle| super::may_see(handle.owner.as_deref(), owner));
         all.iter().map(NativeSandbox::from).collect()
+    }
+
+    /// Those that are on the volume and not among those that are `here`, behind `after`, and how far that goes. At least `enough` of them, if there are so many.
+    pub(crate) async fn resting(
+        &self,
+        owner: Option<&str>,
+        after: Option<KeptName>,
+        enough: usize,
+        here: &HashSet<SandboxId>,
+    ) -> Result<(Vec<NativeSandbox>, Option<KeptName>), NativeError> {
+        let Some(checkpoints) = &self.manager.checkpoints else { return Ok((Vec::new(), None)) };
+        let looking = checkpoints.resters(owner, after, enough, |id| here.contains(&id));
+        let unavailable = |why: String| {
+            let message = format!("The volume can't be asked which sandboxes are saved: {why}. Try again later, or leave out saved.");
+            NativeError::Because(ErrorCode::VolumeUnavailable, message)
+        };
+        let Resters { found, until } = match timeout(LOOK_WITHIN, looking).await {
+            Ok(looked) => looked.map_err(unavailable)?,
+            Err(_) => return Err(unavailable("it takes too long".to_owned())),
+        };
+        Ok((found.into_iter().map(NativeSandbox::from).collect(), until))
     }
 
     /// Ends one that nobody is attached to, wherever it is: as a client of it would in memory, and else on the volume. Nobody can have it afterwards.

@@ -53,6 +53,8 @@ pub(super) struct Scan {
     /// Those that are not to stay.
     pub(super) goes: BTreeSet<ManifestAt>,
     pub(super) ended: Vec<Ended>,
+    /// Sandboxes that have a record and were not killed, as far as can be told.
+    pub(super) alive: BTreeSet<SandboxId>,
     /// Manifests that stay and can't be read: nobody knows what they need.
     pub(super) unreadable: Vec<String>,
     /// Records that can't be read: all of their sandboxes stays.
@@ -90,10 +92,12 @@ impl Scan {
         let at_once = if volume.is_far() { RECORDS_AT_ONCE } else { 1 };
         let mut reads = stream::iter(without).map(|id| async move { (id, records.read(id).await) }).buffered(at_once);
         while let Some((id, read)) = reads.next().await {
-            if let Ok(Some(tombstone)) = read
-                && tombstone.record.tombstone.is_some()
-            {
-                scan.ended.push(Ended { id, tombstone, has_files: false });
+            match read {
+                Ok(Some(tombstone)) if tombstone.record.tombstone.is_some() => {
+                    scan.ended.push(Ended { id, tombstone, has_files: false });
+                }
+                Ok(None) => {}
+                Ok(Some(_)) | Err(_) => drop(scan.alive.insert(id)),
             }
         }
         let snapshots = volume.snapshots_with_bytes().await?.into_iter();
@@ -129,7 +133,10 @@ impl Scan {
             Ok(Some(stored)) => self.settle(id, &names, stored, retention),
             // It was made and buried meanwhile, or nobody knows of it.
             Ok(None) => {}
-            Err(ReadError::Bad(why)) => self.bad_records.push(format!("locks/{id}.lock: {why}")),
+            Err(ReadError::Bad(why)) => {
+                self.alive.insert(id);
+                self.bad_records.push(format!("locks/{id}.lock: {why}"));
+            }
             Err(error @ ReadError::Unavailable(_)) => return Err(Error::Invalid(error.to_string())),
         }
         Ok(())
@@ -142,6 +149,7 @@ impl Scan {
             self.ended.push(Ended { id, tombstone: stored, has_files: true });
             return;
         }
+        self.alive.insert(id);
         // One that can't be read counts as one that somebody asked for.
         let automatic = |name: CheckpointName| {
             let facts = self.manifests.get(&at(name)).and_then(|found| found.facts.as_ref().ok());

@@ -1,8 +1,11 @@
 //! `/v1/sandboxes`: of every kind.
 
+use std::collections::HashSet;
+
 use axum::{Json, http::StatusCode};
 use sandboxer_extensions::{ExtensionError, Health, ProfileName};
 use sandboxer_protocol::SandboxId;
+use sandboxer_store::KeptName;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::IntoParams;
@@ -16,7 +19,7 @@ use super::{
     refusals::{Looking, Reading, Working},
     request,
 };
-use crate::workspaces::{self, NativeError, NotDeleted, Order, is_native};
+use crate::workspaces::{self, NativeError, NativeSandbox, NotDeleted, Order, is_native};
 
 /// Makes a sandbox. `Prefer: respond-async` is answered with 202 where that takes long; a gVisor sandbox is made at once.
 #[utoipa::path(post, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "create_sandbox", params(request::Asking),
@@ -56,16 +59,57 @@ async fn make(job: Job<Map<String, Value>>) -> Result<Answer, ApiError> {
     Ok(Answer::created(SandboxObject::from(begun.finished().await?)))
 }
 
-/// The sandboxes of this key: gVisor's own as far as they are in this server's memory, and those of extensions.
-#[utoipa::path(get, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "list_sandboxes", params(PageQuery),
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct SavedQuery {
+    /// Also those that are on the volume and not in this server's memory.
+    #[param(value_type = Option<bool>, nullable = false)]
+    saved: Option<String>,
+}
+
+impl SavedQuery {
+    fn saved(&self) -> Result<bool, ApiError> {
+        match self.saved.as_deref() {
+            None | Some("false") => Ok(false),
+            Some("true") => Ok(true),
+            Some(_) => Err(ApiError::bad("saved: true or false is needed.")),
+        }
+    }
+}
+
+/// The sandboxes of this key: gVisor's own as far as they are in this server's memory, and those of extensions. With `saved` also those of gVisor that are on the
+/// volume, where they were saved since this is kept track of: `saved`, or `ready` where another instance has them.
+#[utoipa::path(get, path = "/v1/sandboxes", tag = "sandboxes", operation_id = "list_sandboxes", params(PageQuery, SavedQuery),
     responses((status = 200, description = "A page of them, oldest first", body = List<SandboxObject>), Looking))]
-pub(super) async fn list(of: Of, Words(page): Words<PageQuery>) -> Result<Json<List<SandboxObject>>, ApiError> {
-    let native = of.api.native.list(of.who()).into_iter().map(|sandbox| SandboxObject::native(sandbox, None));
+pub(super) async fn list(
+    of: Of,
+    Words(page): Words<PageQuery>,
+    Words(query): Words<SavedQuery>,
+) -> Result<Json<List<SandboxObject>>, ApiError> {
+    let here = of.api.native.list(of.who());
+    // After those that are here: one that comes or goes meanwhile is told of once.
+    let (resting, until) = if query.saved()? { resting(&of, &page, &here).await? } else { (Vec::new(), None) };
+    let native = here.into_iter().chain(resting).map(|sandbox| SandboxObject::native(sandbox, None));
     let others = of.api.workspaces.sandboxes(of.who()).await?.into_iter().map(SandboxObject::from);
     let position = |object: &SandboxObject| -> Position { (object.created_at.as_nanosecond(), object.id.clone()) };
-    let mut list = page.of(native.chain(others).map(|object| (position(&object), object)).collect())?;
+    let mut list = page.of_those_until(native.chain(others).map(|object| (position(&object), object)).collect(), until)?;
     list.warnings = warnings(&of.api).await;
     Ok(Json(list))
+}
+
+/// Those on the volume that a page may have, and how far they were looked for.
+async fn resting(of: &Of, page: &PageQuery, here: &[NativeSandbox]) -> Result<(Vec<NativeSandbox>, Option<Position>), ApiError> {
+    let after = match page.after()? {
+        Some((time, id)) => {
+            let id = id.parse().map_err(|_| PageQuery::bad_cursor())?;
+            // What stands before all of them is as good as nothing.
+            Some(KeptName::new(u64::try_from(time.max(0)).map_err(|_| PageQuery::bad_cursor())?, id))
+        }
+        None => None,
+    };
+    let here: HashSet<SandboxId> = here.iter().map(|sandbox| sandbox.id).collect();
+    let (resting, until) = of.api.native.resting(of.who(), after, page.limit()?, &here).await?;
+    Ok((resting, until.map(|until| (i128::from(until.made_ns()), until.id().to_string()))))
 }
 
 /// Whoever lists is told that the list may lack something.

@@ -9,11 +9,9 @@ use sandboxer_protocol::{
 };
 use tokio::time::timeout;
 
-use super::{
-    Native, NativeError,
-    turns::{Turn, Turns},
-};
+use super::{Native, NativeError};
 use crate::{
+    file_turns::Turn,
     manager::Handle,
     sandbox::transfers::{Ends, NotDone, Push, Word, order},
 };
@@ -54,17 +52,9 @@ pub(crate) struct Opened {
 impl Native {
     /// Begins something with a file of a sandbox that runs here.
     pub(crate) async fn begin_file(&self, id: SandboxId, who: Option<&str>, ask: FileAsk) -> Result<Going, Broken> {
-        let turn = self.turns_for(&ask).take(who).ok_or(Broken::Busy)?;
+        let turn = self.manager.file_turns.take(&ask, who).ok_or(Broken::Busy)?;
         let handle = self.running(id, who).await.map_err(Broken::Native)?;
-        Going::begin(&handle, ask, Some(turn)).await
-    }
-
-    fn turns_for(&self, ask: &FileAsk) -> &Turns {
-        match ask {
-            FileAsk::Watch { .. } => &self.watches,
-            FileAsk::Read { .. } | FileAsk::Write { .. } | FileAsk::Pack { .. } | FileAsk::Unpack { .. } => &self.transfers,
-            _ => &self.file_asks,
-        }
+        Going::begin(&handle, ask, turn).await
     }
 
     /// Does something that is done at once.
@@ -75,14 +65,14 @@ impl Native {
 
 impl Going {
     /// Begins something with a file of this sandbox; a turn is given back when it is over.
-    pub(crate) async fn begin(handle: &Handle, ask: FileAsk, turn: Option<Turn>) -> Result<Self, Broken> {
+    pub(crate) async fn begin(handle: &Handle, ask: FileAsk, turn: Turn) -> Result<Self, Broken> {
         // What watches waits for this to be told of every piece.
         let tell = if matches!(ask, FileAsk::Watch { .. }) { 1 } else { TELL_BYTES };
         let (order, ends) = order(ask);
         if !handle.file(order).await {
             return Err(Broken::Cut);
         }
-        Ok(Self::new(ends, tell, turn))
+        Ok(Self::new(ends, tell, Some(turn)))
     }
 
     fn new(ends: Ends, tell: u64, turn: Option<Turn>) -> Self {

@@ -1,4 +1,4 @@
-//! What changes in a sandbox, as server-sent events.
+//! What changes in a sandbox, as server-sent events or for a WebSocket.
 
 use std::{collections::VecDeque, convert::Infallible, time::Duration};
 
@@ -16,13 +16,23 @@ use super::{Broken, Going, error_of};
 
 /// After so long without a change something is sent all the same: a client that has gone is noticed then.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(15);
+const ENDED: &str = "ended";
 /// The longest line that an agent sends: a path with each of its bytes escaped, and room for the rest.
 const MAX_LINE_BYTES: usize = 2 * 3 * MAX_PATH_BYTES;
 
-struct Watch {
+pub(super) struct Watch {
     /// None: it has ended.
     going: Option<Going>,
     lines: Lines,
+}
+
+/// What comes next of it.
+pub(super) enum Told {
+    Changes(Vec<FileChange>),
+    /// Nothing, for a while.
+    Quiet,
+    /// Why it ended: the last.
+    Ended(String),
 }
 
 /// Lines that come in pieces.
@@ -45,26 +55,33 @@ impl Lines {
 }
 
 pub(super) fn told(going: Going) -> Body {
-    let watch = Watch { going: Some(going), lines: Lines::default() };
-    Body::from_stream(stream::unfold(watch, |mut watch| async {
-        let event = watch.next().await?;
-        Some((Ok::<_, Infallible>(event), watch))
+    Body::from_stream(stream::unfold(Watch::new(going), |mut watch| async {
+        let mut events = Vec::new();
+        while events.is_empty() {
+            match watch.next().await? {
+                Told::Changes(changes) => changes.iter().for_each(|change| put(&mut events, change)),
+                Told::Quiet => events.extend_from_slice(b": still watching\n\n"),
+                Told::Ended(why) => frame(&mut events, ENDED, &json!({ "message": why })),
+            }
+        }
+        Some((Ok::<_, Infallible>(Bytes::from(events)), watch))
     }))
 }
 
 impl Watch {
-    async fn next(&mut self) -> Option<Bytes> {
+    pub(super) fn new(going: Going) -> Self {
+        Self { going: Some(going), lines: Lines::default() }
+    }
+
+    /// None: it has ended, and that was told.
+    pub(super) async fn next(&mut self) -> Option<Told> {
         loop {
-            let mut events = Vec::new();
-            for change in self.lines.whole.drain(..) {
-                put(&mut events, &change);
-            }
-            if !events.is_empty() {
-                return Some(events.into());
+            if !self.lines.whole.is_empty() {
+                return Some(Told::Changes(self.lines.whole.drain(..).collect()));
             }
             let going = self.going.as_mut()?;
             let why = match timeout(SIGN_OF_LIFE, going.next()).await {
-                Err(_) => return Some(Bytes::from_static(b": still watching\n\n")),
+                Err(_) => return Some(Told::Quiet),
                 Ok(Ok(Some(piece))) => match self.lines.push(&piece) {
                     Ok(()) => continue,
                     Err(()) => super::nonsense().message,
@@ -74,14 +91,31 @@ impl Watch {
                 Ok(Err(broken)) => error_of(broken).message,
             };
             self.going = None;
-            let mut last = Vec::new();
-            frame(&mut last, "ended", &json!({ "message": why }));
-            return Some(last.into());
+            return Some(Told::Ended(why));
         }
     }
 }
 
 fn put(events: &mut Vec<u8>, change: &FileChange) {
+    if let Some((name, fields)) = shown(change) {
+        frame(events, name, &Value::Object(fields));
+    }
+}
+
+/// As an object of a message.
+pub(super) fn as_object(change: &FileChange) -> Option<Map<String, Value>> {
+    let (name, mut fields) = shown(change)?;
+    fields.insert("kind".to_owned(), json!(name));
+    Some(fields)
+}
+
+/// The last object.
+pub(super) fn ended(why: &str) -> Map<String, Value> {
+    Map::from_iter([("kind".to_owned(), json!(ENDED)), ("message".to_owned(), json!(why))])
+}
+
+/// What it is called, and what else there is to tell.
+fn shown(change: &FileChange) -> Option<(&'static str, Map<String, Value>)> {
     let name = match change.kind {
         ChangeKind::Watching => "watching",
         ChangeKind::Created => "created",
@@ -92,7 +126,7 @@ fn put(events: &mut Vec<u8>, change: &FileChange) {
         ChangeKind::Dropped => "dropped",
         ChangeKind::Incomplete => "incomplete",
         // Of a newer agent.
-        ChangeKind::Other => return,
+        ChangeKind::Other => return None,
     };
     let mut fields = Map::new();
     if let Some(path) = &change.path {
@@ -102,7 +136,7 @@ fn put(events: &mut Vec<u8>, change: &FileChange) {
         }
         fields.insert("directory".to_owned(), json!(change.directory));
     }
-    frame(events, name, &Value::Object(fields));
+    Some((name, fields))
 }
 
 /// JSON on one line: no line of it can be taken for the end of the event.

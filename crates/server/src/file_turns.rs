@@ -5,8 +5,40 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use sandboxer_protocol::agent::FileAsk;
+
+/// What is done with files at once in all sandboxes of an API key, and twice as much in all. Content that passes through may hold some MiB here; what is only
+/// asked for, or watched, next to nothing.
+const MAX_TRANSFERS: usize = 128;
+const MAX_FILE_ASKS: usize = 128;
+const MAX_WATCHES: usize = 512;
+
+/// By what is done: what takes long keeps nobody from what is done at once.
 #[derive(Clone)]
-pub(super) struct Turns(Arc<Shared>);
+pub(crate) struct FileTurns {
+    transfers: Turns,
+    asks: Turns,
+    watches: Turns,
+}
+
+impl FileTurns {
+    pub(crate) fn new() -> Self {
+        Self { transfers: Turns::new(MAX_TRANSFERS), asks: Turns::new(MAX_FILE_ASKS), watches: Turns::new(MAX_WATCHES) }
+    }
+
+    /// None: there is no more, for this one or for anybody.
+    pub(crate) fn take(&self, ask: &FileAsk, owner: Option<&str>) -> Option<Turn> {
+        let turns = match ask {
+            FileAsk::Watch { .. } => &self.watches,
+            FileAsk::Read { .. } | FileAsk::Write { .. } | FileAsk::Pack { .. } | FileAsk::Unpack { .. } => &self.transfers,
+            _ => &self.asks,
+        };
+        turns.take(owner)
+    }
+}
+
+#[derive(Clone)]
+struct Turns(Arc<Shared>);
 
 struct Shared {
     most: usize,
@@ -21,12 +53,11 @@ pub(crate) struct Turn {
 
 impl Turns {
     /// So many for each, and twice as many for all.
-    pub(super) fn new(most: usize) -> Self {
+    fn new(most: usize) -> Self {
         Self(Arc::new(Shared { most, taken: Mutex::default() }))
     }
 
-    /// None: there is no more, for this one or for anybody.
-    pub(super) fn take(&self, owner: Option<&str>) -> Option<Turn> {
+    fn take(&self, owner: Option<&str>) -> Option<Turn> {
         let mut taken = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner);
         if taken.values().sum::<usize>() >= self.0.most * 2 {
             return None;
