@@ -32,7 +32,7 @@ use sandboxer_store::{
     record::{Codec, InstanceId, ReadError, Stored},
 };
 use serde_json::Value;
-use tokio::{sync::Semaphore, time::Instant};
+use tokio::{sync::Semaphore, task::JoinHandle, time::Instant};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
@@ -215,20 +215,28 @@ impl Checkpoints {
         Capture { dir, state: SavedState::of(record), image: record.image.clone(), created_at, automatic, goes_on, parent }
     }
 
-    /// Makes a capture durable. Nothing counts yet.
+    /// Makes a capture durable. Nothing counts yet. What is left to be done on the volume is done meanwhile, by the task that it returns.
     pub(crate) async fn persist(
         &self,
         id: SandboxId,
         capture: Capture,
         epoch: u64,
         wanted: CheckpointName,
-    ) -> Result<CheckpointName, Error> {
-        let (saved, contract) = self.store(id, &capture, epoch, None).await?;
-        let prepared = self.volume.prepare(&saved, contract, CheckpointName::at(wanted.ms().saturating_sub(1))).await;
-        saved.finish().await;
+    ) -> Result<(CheckpointName, JoinHandle<()>), Error> {
+        let (stored, there) = tokio::join!(self.store(id, &capture, epoch, None), self.volume.checkpoints(id));
+        let (saved, contract) = stored?;
+        let prepared = match there {
+            Ok(there) => {
+                let last = there.last().copied().max(CheckpointName::at(wanted.ms().saturating_sub(1)));
+                self.volume.prepare_behind(&saved, contract, last).await
+            }
+            Err(error) => Err(error),
+        };
+        // Whoever waits for the sandbox need not wait for this as well.
+        let finishing = self.tasks.spawn(saved.finish());
         let Prepared { name, manifest, .. } = prepared?;
         self.adopt(manifest, &capture).await;
-        Ok(name)
+        Ok((name, finishing))
     }
 
     /// Makes a capture a snapshot that stands on its own.
@@ -262,11 +270,14 @@ impl Checkpoints {
     async fn store(&self, id: SandboxId, capture: &Capture, epoch: u64, name: Option<String>) -> Result<(SavedFiles, Contract), Error> {
         let tenant = tenant(capture.state.owner.as_deref());
         let sources = sources(capture.dir.path())?;
-        let digest = self.images.put(&capture.image).await?;
-        let parent = match capture.parent {
-            Some(name) => self.volume.checkpoint(id, name).await.ok(),
-            None => None,
+        let parent = async {
+            match capture.parent {
+                Some(name) => self.volume.checkpoint(id, name).await.ok(),
+                None => None,
+            }
         };
+        let (digest, parent) = tokio::join!(self.images.put(&capture.image), parent);
+        let digest = digest?;
         let parents: Vec<&Manifest> = parent.iter().collect();
         let saved = self.saver.save(tenant, &sources, &parents).await?;
         let contract = Contract {
@@ -439,10 +450,15 @@ impl Checkpoints {
 
     /// Brings the copies up to date that people and tools read.
     pub(crate) async fn describe(&self, record: &Record, status: SandboxStatus, latest: Option<CheckpointName>) -> Result<(), Error> {
-        if let Some(name) = latest {
-            self.volume.put_latest(record.id, name).await?;
-        }
-        let mut metadata = match self.volume.metadata(record.id).await {
+        let follow = async {
+            match latest {
+                Some(name) => self.volume.put_latest(record.id, name).await,
+                None => Ok(()),
+            }
+        };
+        let (followed, metadata) = tokio::join!(follow, self.volume.metadata(record.id));
+        followed?;
+        let mut metadata = match metadata {
             Ok(metadata) => metadata,
             Err(_) => Metadata {
                 status,

@@ -15,7 +15,7 @@ use futures_util::{Stream, StreamExt, TryStreamExt, stream};
 use object_store::{GetOptions, GetResultPayload, ObjectStore, ObjectStoreExt};
 use tokio::sync::Semaphore;
 
-use self::plan::{Span, spans, wanted_spans};
+use self::plan::{Place, Reach, Span, spans};
 use crate::error::{Error, Fault, Result};
 use crate::index::ChunkIndex;
 use crate::layout;
@@ -23,7 +23,7 @@ use crate::manifest::{Chunk, FileEntry, Manifest};
 use crate::pack::{self, Decoder};
 use crate::volume::Volume;
 
-/// Spans that are fetched while others are decoded, in the order in which a restore wants them. They are a MiB at most.
+/// Spans that are fetched while others are decoded, about in the order in which a restore wants them. They are a MiB at most.
 const READ_AHEAD: usize = 2;
 /// The same of a bucket, where each takes some tens of milliseconds before its first byte comes.
 const READ_AHEAD_FAR: usize = 16;
@@ -75,17 +75,15 @@ impl Loader {
             return Err(Error::damaged(&manifest.path(), Fault::TooLarge { found, limit }));
         }
         let files = create(manifest, paths)?;
-        let read_bytes = self
-            .each_span(manifest, Sink::Files(files), spans(manifest))
-            .try_fold(0, |sum, length| std::future::ready(Ok(sum + length)))
-            .await?;
+        let read_bytes =
+            self.each_span(manifest, Sink::Files(files), |_| true).try_fold(0, |sum, length| std::future::ready(Ok(sum + length))).await?;
         self.index.learn_manifest(manifest);
         Ok(LoadStats { raw_bytes: found, read_bytes, took: began.elapsed() })
     }
 
     /// Reads and checks the data that the manifest refers to and keeps nothing. Chunks that `wanted` declines are passed over. Tells every fault.
     pub(crate) async fn faults(&self, manifest: &Manifest, wanted: impl FnMut(&Chunk) -> bool + Send) -> (u64, Vec<Error>) {
-        let results = self.each_span(manifest, Sink::Nowhere, wanted_spans(manifest, wanted));
+        let results = self.each_span(manifest, Sink::Nowhere, wanted);
         let (mut read, mut faults) = (0, Vec::new());
         let mut results = std::pin::pin!(results);
         while let Some(result) = results.next().await {
@@ -102,11 +100,13 @@ impl Loader {
         &'a self,
         manifest: &'a Manifest,
         sink: Sink,
-        spans: impl Iterator<Item = Span> + Send + 'a,
+        wanted: impl FnMut(&Chunk) -> bool + Send + 'a,
     ) -> impl Stream<Item = Result<u64>> + Send + 'a {
-        let read_ahead = if self.volume.is_far() { READ_AHEAD_FAR } else { READ_AHEAD };
+        let (reach, read_ahead) = if self.volume.is_far() { (Reach::FAR, READ_AHEAD_FAR) } else { (Reach::NEAR, READ_AHEAD) };
         let work = Arc::new(Work { chunk_key: manifest.tenant().chunk_key(), sink, idle: Mutex::default() });
-        let fetches = stream::iter(spans).map(move |span| async move { (self.fetch(manifest, &span).await, span) }).buffered(read_ahead);
+        let fetches = stream::iter(spans(manifest, reach, wanted))
+            .map(move |span| async move { (self.fetch(manifest, &span).await, span) })
+            .buffered(read_ahead);
         let decodes = fetches.map(move |(fetched, span)| {
             let work = Arc::clone(&work);
             async move {
@@ -231,21 +231,21 @@ impl Work {
             Part::File(file) => {
                 tools.input.resize((span.range.end - span.range.start) as usize, 0);
                 let read = file.read_exact_at(&mut tools.input, span.range.start);
-                if let (Err(_), Some((first, _))) = (read, span.chunks.first()) {
+                if let (Err(_), Some(first)) = (read, span.places.first()) {
                     // Cut off since it was opened, or the disk fails: what can't be read is not right.
-                    return Err(Trouble::Chunk { pack: span.pack, chunk: *first });
+                    return Err(Trouble::Chunk { pack: span.pack, chunk: first.chunk });
                 }
                 &tools.input
             }
         };
-        for (chunk, offset) in &span.chunks {
+        for Place { file, offset, chunk } in &span.places {
             let from = (u64::from(chunk.offset) - span.range.start) as usize;
             let stored = bytes.get(from..from + chunk.stored as usize);
             let raw = stored
                 .and_then(|stored| tools.decoder.decode(&self.chunk_key, chunk, stored))
                 .ok_or(Trouble::Chunk { pack: span.pack, chunk: *chunk })?;
             if let Sink::Files(files) = &self.sink
-                && let Some(target) = files.get(span.file)
+                && let Some(target) = files.get(*file)
             {
                 let _turn = target.turn.lock().unwrap_or_else(PoisonError::into_inner);
                 target.file.write_all_at(raw, *offset).map_err(|source| Trouble::Write(Error::local("write", &target.path, source)))?;

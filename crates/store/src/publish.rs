@@ -37,9 +37,17 @@ impl Volume {
     /// # Errors
     /// The contract is too large, the save took too long, or the volume can't be written.
     pub async fn prepare(&self, saved: &Saved, contract: Contract, after: Option<CheckpointName>) -> Result<Prepared> {
+        let there = self.checkpoints(contract.sandbox_id).await?;
+        self.prepare_behind(saved, contract, there.last().copied().max(after)).await
+    }
+
+    /// The same where it is known what was there when the save began: whoever holds the lease is alone in adding to it.
+    ///
+    /// # Errors
+    /// As [`Volume::prepare`].
+    pub async fn prepare_behind(&self, saved: &Saved, contract: Contract, mut last: Option<CheckpointName>) -> Result<Prepared> {
         let sandbox_id = contract.sandbox_id;
         let now = u64::try_from(contract.created_at.as_millisecond()).unwrap_or(0);
-        let mut last = self.checkpoints(sandbox_id).await?.last().copied().max(after);
         for _ in 0..MAX_NAME_TRIES {
             let name = CheckpointName::after(last, now)
                 .ok_or_else(|| Error::Invalid(format!("no checkpoint of {sandbox_id} can come after {last:?}")))?;

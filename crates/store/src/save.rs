@@ -6,7 +6,7 @@
 //! hash each chunk ── known ─────────────────────────┐
 //!   └─ new: compress                                 │
 //! append the MiB's new chunks to the open pack ──────┤ full packs ─► written and synced while the next one fills
-//! note where each chunk lies ◄──────────────────────┘ the last pack; then every pack that is relied upon is looked at
+//! note where each chunk lies ◄──────────────────────┘ the last pack, while every pack that is relied upon is looked at
 //! ```
 //!
 //! Memory: [`PACKS_IN_MEMORY`] packs, or [`PACKS_IN_MEMORY_FAR`], and a few MiB a worker, however large the files.
@@ -223,15 +223,13 @@ impl Saver {
         condemned: &Arc<Condemned>,
         written: &mut HashMap<PackId, u64>,
     ) -> Result<Finished> {
-        let mut attempt = self.attempt(tenant, sources, known, condemned, written).await?;
-        let mut gone = self.missing(tenant, &mut attempt, written).await?;
+        let (mut attempt, mut gone) = self.attempt(tenant, sources, known, condemned, written).await?;
         if !gone.is_empty() {
             // Collected, or lost, since they became known. What was just written is still good.
             self.index.forget(&gone);
             let mut known = std::mem::take(&mut attempt.known);
             known.retain(|_, place| !gone.contains(&place.pack));
-            attempt = self.attempt(tenant, sources, known, condemned, written).await?;
-            gone = self.missing(tenant, &mut attempt, written).await?;
+            (attempt, gone) = self.attempt(tenant, sources, known, condemned, written).await?;
         }
         match gone.into_iter().next() {
             Some(id) => Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() })),
@@ -246,6 +244,7 @@ impl Saver {
         }
     }
 
+    /// One pass over the files, and what of all that it relies on is not there.
     async fn attempt(
         &self,
         tenant: Tenant,
@@ -253,7 +252,7 @@ impl Saver {
         known: HashMap<ChunkHash, Place>,
         condemned: &Arc<Condemned>,
         written: &mut HashMap<PackId, u64>,
-    ) -> Result<Attempt> {
+    ) -> Result<(Attempt, HashSet<PackId>)> {
         let open = |source: &Source| {
             File::open(&source.path).map_err(|error| Error::local("open", &source.path, error)).map(|file| (file, source.path.clone()))
         };
@@ -294,12 +293,22 @@ impl Saver {
         }
         uploaded?;
         worked?;
-        if let Some(last) = job.last_pack() {
-            written.extend([self.clone().upload(tenant, last).await?]);
-        }
-        drop(stop);
+        let last = job.last_pack();
         let (pieces, known) = job.results();
-        Ok(Attempt { pieces, known, relied: HashMap::new() })
+        drop(stop);
+        let mut attempt = Attempt { pieces, known, relied: HashMap::new() };
+        // What others wrote is looked at when the condemned lists have been read, which they have; it need not wait for what is written here.
+        let relied = attempt.others(|id| written.contains_key(id) || last.as_ref().is_some_and(|last| last.id == *id));
+        let upload = async {
+            match last {
+                Some(last) => self.clone().upload(tenant, last).await.map(Some),
+                None => Ok(None),
+            }
+        };
+        let (uploaded, sizes) = tokio::join!(upload, self.volume.sizes_of(tenant, relied));
+        written.extend(uploaded?);
+        let gone = attempt.rely_on(sizes?);
+        Ok((attempt, gone))
     }
 
     async fn upload(self, tenant: Tenant, pack: Pack) -> Result<(PackId, u64)> {
@@ -312,22 +321,6 @@ impl Saver {
         }
         drop(permit);
         Ok((id, length))
-    }
-
-    /// Looks at every pack that was there before; tells which are not.
-    async fn missing(&self, tenant: Tenant, attempt: &mut Attempt, written: &HashMap<PackId, u64>) -> Result<HashSet<PackId>> {
-        let used: HashSet<PackId> = attempt.pieces.iter().filter_map(|piece| piece.place.map(|place| place.pack)).collect();
-        let relied: Vec<PackId> = used.into_iter().filter(|id| !written.contains_key(id)).collect();
-        let sizes = self.volume.sizes_of(tenant, relied).await?;
-        let mut gone = HashSet::new();
-        for (id, bytes) in sizes {
-            let long_enough = |bytes: &u64| attempt.end_of(id) <= *bytes;
-            match bytes.filter(long_enough) {
-                Some(bytes) => drop(attempt.relied.insert(id, bytes)),
-                None => drop(gone.insert(id)),
-            }
-        }
-        Ok(gone)
     }
 }
 
@@ -343,6 +336,24 @@ struct Attempt {
 }
 
 impl Attempt {
+    /// The packs that chunks lie in, but for one's own.
+    fn others(&self, is_own: impl Fn(&PackId) -> bool) -> Vec<PackId> {
+        let used: HashSet<PackId> = self.pieces.iter().filter_map(|piece| piece.place.map(|place| place.pack)).collect();
+        used.into_iter().filter(|id| !is_own(id)).collect()
+    }
+
+    /// Takes note of the packs that are there, and tells which are not.
+    fn rely_on(&mut self, sizes: Vec<(PackId, Option<u64>)>) -> HashSet<PackId> {
+        let mut gone = HashSet::new();
+        for (id, bytes) in sizes {
+            match bytes.filter(|bytes| self.end_of(id) <= *bytes) {
+                Some(bytes) => drop(self.relied.insert(id, bytes)),
+                None => drop(gone.insert(id)),
+            }
+        }
+        gone
+    }
+
     /// How long the pack must be at least.
     fn end_of(&self, id: PackId) -> u64 {
         let places = self.pieces.iter().filter_map(|piece| piece.place).filter(|place| place.pack == id);

@@ -23,7 +23,7 @@ use crate::record::Nonce;
 
 const MAX_METADATA_BYTES: usize = 1 << 20;
 const MAX_LATEST_BYTES: usize = 256;
-const LOOKS_AT_ONCE: usize = 8;
+const LOOKS_AT_ONCE: usize = 16;
 /// Twice what a bucket's list may be behind. Amazon's and Google's are not; what speaks like them may be, a little.
 const LISTED_LATE: Duration = Duration::from_secs(2);
 /// Between a list that was torn and the next try.

@@ -17,6 +17,7 @@ use tokio::{
 
 use super::{Store, google};
 
+const READ: usize = 64 << 10;
 const NOT_FOUND: &[u8] = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
 
 /// What the way to the bucket does to a request.
@@ -145,8 +146,9 @@ impl Way {
         let mut there = TcpStream::connect(self.server).await?;
         there.write_all(&head).await?;
         there.write_all(&body).await?;
-        let mut answer = Vec::new();
-        there.read_to_end(&mut answer).await?;
+        let mut answer = whole_answer(&mut there, head.starts_with(b"HEAD ")).await?;
+        // Some servers wait a while for a client that has its answer and stays.
+        drop(there);
         if self.store == Store::Google && writes {
             answer = google::answer(answer);
         }
@@ -159,6 +161,32 @@ impl Way {
             _ => writing.write_all(&answer).await,
         }
     }
+}
+
+/// To the end that its head names, as every client takes it; where that names none, until the server closes.
+async fn whole_answer(there: &mut TcpStream, to_head: bool) -> std::io::Result<Vec<u8>> {
+    let (mut answer, mut end) = (Vec::with_capacity(READ), None);
+    loop {
+        if end.is_none() {
+            end = end_of(&answer, to_head);
+        }
+        if end.is_some_and(|end| answer.len() >= end) || there.read_buf(&mut answer).await? == 0 {
+            return Ok(answer);
+        }
+    }
+}
+
+/// Where it ends, once its head is there.
+fn end_of(answer: &[u8], to_head: bool) -> Option<usize> {
+    let begins = body_of(answer);
+    let head = std::str::from_utf8(answer[..begins].strip_suffix(b"\r\n\r\n")?).ok()?;
+    let (status, headers) = head.split_once("\r\n").unwrap_or((head, ""));
+    if to_head || matches!(status.split(' ').nth(1), Some("204" | "304")) {
+        return Some(begins);
+    }
+    let mut headers = headers.split("\r\n").filter_map(|header| header.split_once(':'));
+    let length = headers.find(|(name, _)| name.eq_ignore_ascii_case("content-length")).and_then(|(_, length)| length.trim().parse().ok());
+    Some(length.map_or(usize::MAX, |length: usize| begins.saturating_add(length)))
 }
 
 /// Half of all numbers, with no order in it.

@@ -19,7 +19,10 @@ use sandboxer_store::{
     lease::handoff::{Consent, Ending, Host, Stance},
     record::InstanceId,
 };
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
+    task::JoinHandle,
+};
 use tracing::{info, warn};
 
 use super::{driver::Command, record::Record};
@@ -57,6 +60,8 @@ pub(crate) struct SandboxHost {
     turn: Arc<Semaphore>,
     /// The turn of a save by the lease, which ends with the standing still.
     taken: Mutex<Option<OwnedSemaphorePermit>>,
+    /// What a save leaves to be done on the volume.
+    finishing: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl SandboxHost {
@@ -83,6 +88,7 @@ impl SandboxHost {
             automatic: AtomicBool::new(true),
             turn: Arc::new(Semaphore::new(1)),
             taken: Mutex::default(),
+            finishing: Mutex::default(),
         })
     }
 
@@ -242,7 +248,9 @@ impl Host for SandboxHost {
     }
 
     async fn persist(&self, capture: Capture, epoch: u64, wanted: CheckpointName) -> Result<CheckpointName, String> {
-        self.checkpoints.persist(self.id, capture, epoch, wanted).await.map_err(|error| error.whole())
+        let (name, finishing) = self.checkpoints.persist(self.id, capture, epoch, wanted).await.map_err(|error| error.whole())?;
+        *self.finishing.lock().unwrap_or_else(PoisonError::into_inner) = Some(finishing);
+        Ok(name)
     }
 
     async fn published(&self, name: CheckpointName) {
@@ -253,6 +261,11 @@ impl Host for SandboxHost {
             && let Err(error) = self.checkpoints.describe(&record, status, Some(name)).await
         {
             warn!(error = error.whole(), "the checkpoint counts, but its copies on the volume are out of date");
+        }
+        // A server that leaves would cut it off, and collections would wait for it.
+        let finishing = self.finishing.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(finishing) = finishing {
+            let _ = finishing.await;
         }
     }
 

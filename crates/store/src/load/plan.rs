@@ -1,60 +1,135 @@
-//! In which pieces the packs are read: in the order of the files, chunks that lie together together.
+//! In which pieces the packs are read: about in the order of the files, what lies together in one piece, and none of it twice.
+//!
+//! What was saved often lies in many packs, some chunks here and some there, so that in the order of the files nearly every chunk would be a request of its own. So
+//! the next chunks are put in the order of their packs, a window of them at a time, and what lies close there is read in one piece, with what lies between. The pieces
+//! of a window come in the order in which the files want the first of each.
 
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use crate::manifest::{Chunk, Codec, Manifest};
 
-const MAX_SPAN: u64 = 1 << 20;
-/// Reading over so much that is not wanted is cheaper than asking twice.
-const MAX_GAP: u64 = 64 << 10;
+/// Chunks of a window, however small they are.
+const MAX_GATHERED: usize = 8192;
 
-/// A part of a pack, and the chunks of one file in it with where they go.
+/// What a request is worth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Reach {
+    /// Bytes of a piece at most, but for one chunk that is larger.
+    span: u64,
+    /// Reading over so much that is not wanted is cheaper than asking twice. Of one piece more is not wanted only if still more of it is.
+    gap: u64,
+    /// Stored bytes of the chunks that are put in order at once, or a chunk more.
+    window: u64,
+}
+
+impl Reach {
+    /// In a directory.
+    pub(super) const NEAR: Self = Self { span: 1 << 20, gap: 64 << 10, window: 1 << 20 };
+    /// In a bucket, where a request takes as long as this gap and more.
+    pub(super) const FAR: Self = Self { span: 1 << 20, gap: 256 << 10, window: 32 << 20 };
+}
+
+/// A chunk, and where it goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) file: usize,
+    pub(super) offset: u64,
+    pub(super) chunk: Chunk,
+}
+
+/// A part of a pack, and what is wanted of it.
 #[derive(Debug)]
 pub(super) struct Span {
-    pub(super) file: usize,
     pub(super) pack: usize,
     pub(super) range: Range<u64>,
-    pub(super) chunks: Vec<(Chunk, u64)>,
+    pub(super) places: Vec<Place>,
+    /// Bytes of the range that are not.
+    unwanted: u64,
 }
 
 impl Span {
-    fn takes(&self, file: usize, chunk: &Chunk) -> bool {
-        let (from, to) = (u64::from(chunk.offset), u64::from(chunk.offset) + u64::from(chunk.stored));
-        self.file == file
-            && self.pack == chunk.pack as usize
-            && from >= self.range.end
-            && from - self.range.end <= MAX_GAP
-            && to - self.range.start <= MAX_SPAN
+    fn of(place: Place) -> Self {
+        Self { pack: place.chunk.pack as usize, range: range_of(&place.chunk), places: vec![place], unwanted: 0 }
+    }
+
+    /// Takes it in, or gives it back. They come in the order in which they lie.
+    fn take(&mut self, place: Place, reach: Reach) -> Option<Place> {
+        let new = range_of(&place.chunk);
+        let (end, gap) = (self.range.end.max(new.end), new.start.saturating_sub(self.range.end));
+        let (length, unwanted) = (end - self.range.start, self.unwanted + gap);
+        let close = gap <= reach.gap && length <= reach.span && unwanted <= (length - unwanted).max(reach.gap);
+        if self.pack != place.chunk.pack as usize || !close {
+            return Some(place);
+        }
+        (self.range.end, self.unwanted) = (end, unwanted);
+        self.places.push(place);
+        None
     }
 }
 
-/// Lazily: a manifest's spans are never all in memory.
-pub(super) fn spans(manifest: &Manifest) -> impl Iterator<Item = Span> + Send {
-    wanted_spans(manifest, |_| true)
+fn range_of(chunk: &Chunk) -> Range<u64> {
+    u64::from(chunk.offset)..u64::from(chunk.offset) + u64::from(chunk.stored)
 }
 
-/// Those of the chunks that `wanted` takes.
-pub(super) fn wanted_spans<'a>(
+/// Of the chunks that `wanted` takes. Lazily: of a manifest's pieces only a window's are in memory.
+pub(super) fn spans<'a>(
     manifest: &'a Manifest,
+    reach: Reach,
     mut wanted: impl FnMut(&Chunk) -> bool + Send + 'a,
 ) -> impl Iterator<Item = Span> + Send + 'a {
     let places = manifest.files_with_chunks().enumerate().flat_map(|(file, (_, chunks))| {
-        let mut offset = 0;
+        let mut end = 0;
         chunks.iter().map(move |chunk| {
-            let at = offset;
-            offset += u64::from(chunk.raw);
-            (file, *chunk, at)
+            let offset = end;
+            end += u64::from(chunk.raw);
+            Place { file, offset, chunk: *chunk }
         })
     });
-    let mut places = places.filter(move |(_, chunk, _)| chunk.codec != Codec::Zero && wanted(chunk)).peekable();
+    let mut places = places.filter(move |place| place.chunk.codec != Codec::Zero && wanted(&place.chunk)).fuse();
+    let mut ready = VecDeque::new();
     std::iter::from_fn(move || {
-        let (file, chunk, offset) = places.next()?;
-        let from = u64::from(chunk.offset);
-        let mut span = Span { file, pack: chunk.pack as usize, range: from..from + u64::from(chunk.stored), chunks: vec![(chunk, offset)] };
-        while let Some((_, chunk, offset)) = places.next_if(|(file, chunk, _)| span.takes(*file, chunk)) {
-            span.range.end = u64::from(chunk.offset) + u64::from(chunk.stored);
-            span.chunks.push((chunk, offset));
+        if ready.is_empty() {
+            ready = arrange(gather(&mut places, reach), reach);
         }
-        Some(span)
+        ready.pop_front()
     })
+}
+
+/// The next window.
+fn gather(places: &mut impl Iterator<Item = Place>, reach: Reach) -> Vec<Place> {
+    let mut bytes = 0;
+    let mut gathered = Vec::new();
+    while bytes < reach.window
+        && gathered.len() < MAX_GATHERED
+        && let Some(place) = places.next()
+    {
+        bytes += u64::from(place.chunk.stored);
+        gathered.push(place);
+    }
+    gathered
+}
+
+fn arrange(window: Vec<Place>, reach: Reach) -> VecDeque<Span> {
+    let mut lying: Vec<(usize, Place)> = window.into_iter().enumerate().collect();
+    lying.sort_unstable_by_key(|(number, place)| (place.chunk.pack, place.chunk.offset, *number));
+    let mut spans: Vec<(usize, Span)> = Vec::new();
+    for (number, place) in lying {
+        let rest = match spans.last_mut() {
+            Some((first, span)) => {
+                let rest = span.take(place, reach);
+                if rest.is_none() {
+                    *first = (*first).min(number);
+                }
+                rest
+            }
+            None => Some(place),
+        };
+        spans.extend(rest.map(|place| (number, Span::of(place))));
+    }
+    spans.sort_unstable_by_key(|(first, _)| *first);
+    spans.into_iter().map(|(_, span)| span).collect()
 }

@@ -1,5 +1,6 @@
 use std::fs;
 
+use object_store::memory::InMemory;
 use sandboxer_protocol::SandboxId;
 
 use super::*;
@@ -27,6 +28,30 @@ async fn verified(here: &Here) -> Vec<Error> {
 fn only_pack(here: &Here, manifest: &Manifest) -> (PackId, std::path::PathBuf) {
     let [pack] = manifest.packs() else { panic!("{:?}", manifest.packs()) };
     (pack.id, here.file(&layout::pack(manifest.tenant(), pack.id)))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_lies_in_many_packs_of_a_bucket_comes_back_as_it_was_and_not_much_else_is_read() {
+    const PART: usize = 64 << 10;
+    let here = Here { volume: Volume::on(Arc::new(InMemory::new())).asking_again(), ..Here::new() };
+    let (sandbox_id, mut data, mut last) = (SandboxId::random(), memory(96 * PART, 7), None);
+    for round in 0..8 {
+        for part in 0..6 {
+            let at = (round * 5 + part * 17) % 96 * PART;
+            data[at..at + PART].copy_from_slice(&memory(PART, (100 + round * 6 + part) as u64));
+        }
+        let sources = [here.source("checkpoint.img", &data[..9 * PART]), here.source("pages.img", &data[9 * PART..])];
+        let parents: Vec<&Manifest> = last.iter().collect();
+        last = Some(here.checkpoint(sandbox_id, &sources, &parents).await.0);
+    }
+    let manifest = last.unwrap();
+    assert!(manifest.packs().len() > 4, "{:?}", manifest.packs());
+    let into = tempfile::tempdir().unwrap();
+    let stats = here.loader().load(&manifest, into.path(), u64::MAX).await.unwrap();
+    let there = ["checkpoint.img", "pages.img"].map(|name| fs::read(into.path().join(name)).unwrap()).concat();
+    assert!(there == data, "the files have changed");
+    let most = 2 * manifest.stored_bytes() + ((manifest.packs().len() as u64) << 18);
+    assert!(stats.read_bytes <= most, "{stats:?} of {}", manifest.stored_bytes());
 }
 
 #[tokio::test(flavor = "multi_thread")]

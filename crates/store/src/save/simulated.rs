@@ -14,13 +14,18 @@ impl Saver {
         let intent = self.writer.begin(&self.volume).await?;
         let relied: Vec<PackId> = reuse.iter().copied().filter(|id| !intent.condemned().has(tenant, *id)).collect();
         let mut packs = Vec::new();
-        for id in new {
-            self.volume.put(&layout::pack(tenant, *id), pack::head(*id).to_vec().into(), PutMode::Create).await?;
-            packs.push(PackRef { id: *id, bytes: pack::HEAD_BYTES as u64 });
-        }
-        work.await;
+        let write = async {
+            for id in new {
+                self.volume.put(&layout::pack(tenant, *id), pack::head(*id).to_vec().into(), PutMode::Create).await?;
+                packs.push(PackRef { id: *id, bytes: pack::HEAD_BYTES as u64 });
+            }
+            work.await;
+            Ok(())
+        };
+        let (written, sizes) = tokio::join!(write, self.volume.sizes_of(tenant, relied));
+        written?;
         let mut relied_on = Vec::new();
-        for (id, bytes) in self.volume.sizes_of(tenant, relied).await? {
+        for (id, bytes) in sizes? {
             if let Some(bytes) = bytes {
                 packs.push(PackRef { id, bytes });
                 relied_on.push(id);
