@@ -8,6 +8,7 @@
 mod tests;
 
 use std::collections::VecDeque;
+use std::iter::Peekable;
 use std::ops::Range;
 
 use crate::manifest::{Chunk, Codec, Manifest};
@@ -22,7 +23,7 @@ pub(super) struct Reach {
     span: u64,
     /// Reading over so much that is not wanted is cheaper than asking twice. Of one piece more is not wanted only if still more of it is.
     gap: u64,
-    /// Stored bytes of the chunks that are put in order at once, or a chunk more.
+    /// Stored bytes of the chunks that are put in order at once, but for one that is larger.
     window: u64,
 }
 
@@ -89,7 +90,7 @@ pub(super) fn spans<'a>(
             Place { file, offset, chunk: *chunk }
         })
     });
-    let mut places = places.filter(move |place| place.chunk.codec != Codec::Zero && wanted(&place.chunk)).fuse();
+    let mut places = places.filter(move |place| place.chunk.codec != Codec::Zero && wanted(&place.chunk)).peekable();
     let mut ready = VecDeque::new();
     std::iter::from_fn(move || {
         if ready.is_empty() {
@@ -100,13 +101,13 @@ pub(super) fn spans<'a>(
 }
 
 /// The next window.
-fn gather(places: &mut impl Iterator<Item = Place>, reach: Reach) -> Vec<Place> {
+fn gather(places: &mut Peekable<impl Iterator<Item = Place>>, reach: Reach) -> Vec<Place> {
     let mut bytes = 0;
     let mut gathered = Vec::new();
-    while bytes < reach.window
-        && gathered.len() < MAX_GATHERED
-        && let Some(place) = places.next()
-    {
+    while let Some(place) = places.next_if(|next| {
+        let fits = bytes + u64::from(next.chunk.stored) <= reach.window && gathered.len() < MAX_GATHERED;
+        fits || gathered.is_empty()
+    }) {
         bytes += u64::from(place.chunk.stored);
         gathered.push(place);
     }

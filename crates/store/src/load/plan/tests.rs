@@ -92,11 +92,12 @@ fn windows(places: &[Place], reach: Reach) -> HashMap<(usize, u64), (usize, usiz
     let (mut window, mut bytes, mut count) = (0, 0, 0);
     let mut found = HashMap::new();
     for (number, place) in places.iter().enumerate() {
-        if bytes >= reach.window || count == MAX_GATHERED {
+        let stored = u64::from(place.chunk.stored);
+        if bytes + stored > reach.window || count == MAX_GATHERED {
             (window, bytes, count) = (window + 1, 0, 0);
         }
         found.insert((place.file, place.offset), (window, number));
-        bytes += u64::from(place.chunk.stored);
+        bytes += stored;
         count += 1;
     }
     found
