@@ -9,12 +9,19 @@ use serde_json::{Value, json};
 
 const BY_SPARE: &str = "sandboxer_executions_by_spare_total";
 const BASH: &str = include_str!("spares/bash.txt");
+const PYTHON: &str = include_str!("spares/python.txt");
 
 /// What some of the programs find in the sandbox.
 const PREPARE: &str = r#"
-mkdir -p /tmp/shadow /tmp/shadow2 /tmp/beside/package /tmp/custom "/tmp/odd 'dir\" \$x"
+mkdir -p /tmp/shadow /tmp/shadow2 /tmp/shadow3 /tmp/shadow4 /tmp/late /tmp/broken /tmp/beside/package /tmp/custom "/tmp/odd 'dir\" \$x"
 echo 'mine = 1' >/tmp/shadow/json.py
 echo 'raise ImportError("shadowed")' >/tmp/shadow2/selectors.py
+echo 'mine = 3' >/tmp/shadow3/asyncio.py
+echo 'mine = 4' >/tmp/shadow4/enum.py
+printf 'x = (\n\nfirst\n' >/tmp/broken/broken.py
+printf 'def f():\n    raise ValueError("while importing")\nf()\n' >/tmp/broken/fails.py
+echo 'import circle_b; a = 1; circle_b.later()' >/tmp/broken/circle_a.py
+printf 'from circle_a import a\ndef later(): pass\n' >/tmp/broken/circle_b.py
 echo 'answer = 42' >/tmp/beside/helper.py
 touch /tmp/beside/package/__init__.py
 echo 'name = __name__' >/tmp/beside/package/part.py
@@ -96,7 +103,12 @@ fn with(spares: u32, options: Options) -> Options {
 }
 
 /// Waits, in the sandbox, until a Python waits there with its modules loaded.
-const UNTIL_WARM: &str = "until grep -qs _asyncio /proc/[0-9]*/maps; do sleep 0.01; done";
+const UNTIL_WARM: &str = "for ((i = 0; i < 3000; i++)); do grep -qs _asyncio /proc/[0-9]*/maps && exit; sleep 0.01; done; exit 1";
+
+async fn until_warm(ws: &mut Ws) {
+    let outcome = ws.bash(UNTIL_WARM).await;
+    assert_eq!(outcome.exit_code(), Some(0), "no Python ever waits with its modules loaded: {}", outcome.done);
+}
 
 /// Until one of this language has waited for its execution.
 async fn until_by_spare(server: &Server, ws: &mut Ws, request: &Value) {
@@ -108,7 +120,16 @@ async fn until_by_spare(server: &Server, ws: &mut Ws, request: &Value) {
     }
 }
 
-async fn compare(language: &str, text: &'static str) {
+/// When an execution comes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Comes {
+    /// As soon as the one before has ended: the interpreter is in the middle of its start.
+    AtOnce,
+    /// When a Python waits with all its modules.
+    WhenWarm,
+}
+
+async fn compare(language: &str, text: &'static str, ways: &[Comes]) {
     let programs = programs(language, text);
     assert!(programs.len() >= 60);
     let (without, with) = (server(0), server(1));
@@ -116,24 +137,37 @@ async fn compare(language: &str, text: &'static str) {
     fresh.bash(PREPARE).await;
     waiting.bash(PREPARE).await;
     until_by_spare(&with, &mut waiting, &json!({"language": language, "code": ""})).await;
-    let begun = with.metric(BY_SPARE);
-    let mut different = Vec::new();
-    for program in &programs {
-        let (seen, wanted) = (run(&mut waiting, program).await, run(&mut fresh, program).await);
-        if seen != wanted {
-            different.push(format!("{}\n  without: {wanted:?}\n  with:    {seen:?}", program.name));
+    for way in ways {
+        let begun = with.metric(BY_SPARE);
+        let mut waits = 0.0;
+        let mut different = Vec::new();
+        for program in &programs {
+            if *way == Comes::WhenWarm {
+                let before = with.metric(BY_SPARE);
+                until_warm(&mut waiting).await;
+                waits += with.metric(BY_SPARE) - before;
+            }
+            let (seen, wanted) = (run(&mut waiting, program).await, run(&mut fresh, program).await);
+            if seen != wanted {
+                different.push(format!("{}\n  without: {wanted:?}\n  with:    {seen:?}", program.name));
+            }
         }
+        assert!(different.is_empty(), "{way:?}: {} of {} differ:\n{}", different.len(), programs.len(), different.join("\n"));
+        // Those with an unusual environment or directory get a fresh one.
+        let by_spare = with.metric(BY_SPARE) - begun - waits;
+        assert!(by_spare >= programs.len() as f64 * 0.7, "{way:?}: {by_spare} of {}", programs.len());
     }
-    assert!(different.is_empty(), "{} of {} differ:\n{}", different.len(), programs.len(), different.join("\n"));
     assert_eq!(without.metric(BY_SPARE), 0.0);
-    // Those with an unusual environment or directory get a fresh one.
-    let by_spare = with.metric(BY_SPARE) - begun;
-    assert!(by_spare >= programs.len() as f64 * 0.7, "{by_spare} of {}", programs.len());
 }
 
 #[tokio::test]
 async fn a_bash_that_waited_can_not_be_told_from_one_that_was_started() {
-    compare("bash", BASH).await;
+    compare("bash", BASH, &[Comes::AtOnce]).await;
+}
+
+#[tokio::test]
+async fn a_python_that_waited_can_not_be_told_from_one_that_was_started() {
+    compare("python", PYTHON, &[Comes::WhenWarm, Comes::AtOnce]).await;
 }
 
 /// What is done to all those that wait, whichever they are.
@@ -255,7 +289,7 @@ async fn those_that_wait_are_saved_and_restored_and_copies_do_not_share_their_lu
     let server = with(1, volume.options()).start();
     let mut ws = Ws::create_with(&server, json!({"enable_checkpoint": true})).await;
     until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
-    let _ = ws.bash(UNTIL_WARM).await.ok();
+    until_warm(&mut ws).await;
     ws.send(json!({"action": "snapshot"})).await;
     ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
     let saved = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await;
@@ -319,7 +353,7 @@ async fn those_that_wait_do_not_count_as_processes_of_the_user() {
     for language in ["bash", "python"] {
         until_by_spare(&server, &mut ws, &json!({"language": language, "code": ""})).await;
     }
-    let _ = ws.bash(UNTIL_WARM).await.ok();
+    until_warm(&mut ws).await;
     // All eight, and not one more, while four wait.
     let fork = "import os, time
 made = 0
@@ -334,6 +368,48 @@ print(made + 1)
 os.system('kill 0')";
     let outcome = ws.python(fork).await;
     assert_eq!(outcome.out(), "8\n", "{}", outcome.err());
+}
+
+/// Takes memory, all of it together or one piece after the other, and says how much.
+fn takes(mib: u32) -> [String; 2] {
+    let pieces = format!("data = [bytearray(1 << 20) for _ in range({mib})]\nprint(len(data))");
+    [format!("data = bytearray({mib} << 20)\nprint(len(data) >> 20)"), pieces]
+}
+
+#[tokio::test]
+async fn a_small_sandbox_keeps_none_and_runs_what_it_would_without() {
+    let server = server(2);
+    let mut ws = Ws::create_with(&server, json!({"limits": {"memory_mb": 128, "disk_mb": 64}})).await;
+    for _ in 0..2 {
+        // Longer than it takes until one would be started.
+        assert_eq!(ws.bash("sleep 0.5; pgrep -c 'bash|python3'").await.out(), "1\n");
+        for code in takes(80) {
+            assert_eq!(ws.python(&code).await.ok(), "80\n");
+        }
+    }
+    assert_eq!(server.metric(BY_SPARE), 0.0);
+}
+
+/// As much as fits without any that wait.
+const MOST_MIB: u32 = 190;
+
+#[tokio::test]
+async fn those_that_wait_go_before_any_program_has_to() {
+    for spares in [0, 1] {
+        let server = server(spares);
+        let mut ws = Ws::create_with(&server, json!({"limits": {"memory_mb": 256, "disk_mb": 64}})).await;
+        for code in takes(MOST_MIB).repeat(2) {
+            if spares > 0 {
+                until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+                until_warm(&mut ws).await;
+            }
+            let outcome = ws.python(&code).await;
+            assert_eq!((outcome.out(), &outcome.done["message"]), (format!("{MOST_MIB}\n").as_str(), &Value::Null), "{}", outcome.done);
+        }
+        // It is not only that nothing is watched.
+        let outcome = ws.python(&takes(400)[1]).await;
+        assert_eq!((outcome.out(), outcome.signal()), ("", Some("SIGKILL")), "{}", outcome.done);
+    }
 }
 
 #[tokio::test]
@@ -405,7 +481,7 @@ async fn a_sandbox_that_goes_back_twice_does_not_draw_the_same_twice() {
     let server = with(1, volume.options()).start();
     let mut ws = Ws::create(&server).await;
     until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
-    let _ = ws.bash(UNTIL_WARM).await.ok();
+    until_warm(&mut ws).await;
     ws.send(json!({"action": "snapshot"})).await;
     ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
     let snapshot = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await["snapshot_id"].clone();
