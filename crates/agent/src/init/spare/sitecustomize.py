@@ -11,6 +11,8 @@ import posix
 import sys
 
 TOKEN, MESSAGE = 3, 4
+# Whoever runs one program after the other is not to share the processor with imports that nobody will use.
+QUIET_MS = 100
 bootstrap = sys.modules["_frozen_importlib"]
 external = sys.modules["_frozen_importlib_external"]
 
@@ -160,8 +162,21 @@ def told():
         return False
 
 
+def told_soon():
+    """Whether the word comes before it has been quiet for a while."""
+    if "select" in sys.builtin_module_names and "select" not in sys.modules:
+        import select
+
+        del sys.modules["select"]
+        poll = select.poll()
+        poll.register(TOKEN, select.POLLIN)
+        poll.poll(QUIET_MS)
+    return told()
+
+
 def warm(names):
     """Imports these, as long as nobody waits. Returns what is hidden of them, and whether somebody does."""
+    word = told_soon()
     hidden, uses, before = Hidden(), {}, set(sys.modules)
     load = builtins.__import__
     machinery = [bootstrap.__dict__, external.__dict__]
@@ -190,17 +205,17 @@ def warm(names):
                     used.add(name)
         return module
 
-    word = False
     builtins.__import__, sys.dont_write_bytecode, writes = note, True, sys.dont_write_bytecode
     try:
         for name in names:
+            word = word or told()
+            if word:
+                break
             try:
                 load(name)
             except Exception:
                 pass
-            word = told()
-            if word:
-                break
+        word = word or told()
         if not word:
             import gc
 
