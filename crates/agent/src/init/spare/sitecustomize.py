@@ -51,6 +51,9 @@ class Hidden:
                 self.files[name] = signature(origin)
         for name in self.modules:
             self.uses[name] = self.loaded_by(name, uses)
+        # Those of a module that could not be loaded are dropped with it.
+        for name in [name for name in self.registered if name in before]:
+            self.register(name)
 
     def loaded_by(self, name, uses):
         """What an import of this loads, in the order in which that is done: each behind what it imports itself."""
@@ -116,8 +119,11 @@ class Hidden:
                     self.join(used, sys.modules.get(parent))
                 # Once only: whoever removes it and imports it again wants another one.
                 self.shown.add(used)
-                for register, rest, named in self.registered.pop(used, ()):
-                    register(*rest, **named)
+                self.register(used)
+
+    def register(self, name):
+        for register, rest, named in self.registered.pop(name, ()):
+            register(*rest, **named)
 
     def join(self, name, owner):
         """Under its parent's name there may be what the import keeps the place with."""
