@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use sandboxer_image::{ImageName, ImageStore, agent_digest};
 use sandboxer_runsc::{FindError, Version};
+use sandboxer_server::SPARE_INTERPRETERS;
 use serde::Serialize;
 
 use crate::image::ImageDir;
@@ -50,6 +51,10 @@ pub(crate) struct Args {
     /// The memory that has to be free for it
     #[arg(long, env = "SANDBOXER_POOL_MIN_FREE_MB", default_value_t = 512, value_name = "MIB")]
     pool_min_free_mb: u64,
+
+    /// Interpreters of each language that wait in every sandbox
+    #[arg(long, env = "SANDBOXER_SPARE_INTERPRETERS", default_value_t = SPARE_INTERPRETERS, value_name = "N")]
+    spare_interpreters: u32,
 
     /// Print JSON
     #[arg(long)]
@@ -110,6 +115,7 @@ struct Machine {
     stop_grace: Duration,
     /// Sandboxes and containers that wait, and the memory in MiB that has to be free for it.
     pool: (usize, usize, u64),
+    spare_interpreters: u32,
 }
 
 impl Machine {
@@ -130,11 +136,12 @@ impl Machine {
             checkpoint_path: args.checkpoint_path.clone().filter(|path| !path.as_os_str().is_empty()),
             stop_grace: Duration::try_from_secs_f64(args.stop_grace).context("--stop-grace")?,
             pool: (args.pool, args.restore_pool, args.pool_min_free_mb),
+            spare_interpreters: args.spare_interpreters,
         })
     }
 }
 
-const CHECKS: [fn(&Machine) -> Finding; 12] = [
+const CHECKS: [fn(&Machine) -> Finding; 13] = [
     runsc,
     host::user,
     host::user_namespaces,
@@ -142,6 +149,7 @@ const CHECKS: [fn(&Machine) -> Finding; 12] = [
     host::open_files,
     host::disk_space,
     host::pool,
+    host::spares,
     host::saving_at_the_end,
     host::erofs_utils,
     host::mmdebstrap,

@@ -8,11 +8,14 @@ use std::{
     process::Command,
 };
 
-use sandboxer_e2e::{Ws, command, shared, stderr_of, stdout_of};
+use sandboxer_e2e::{Options, Ws, command, shared, stderr_of, stdout_of};
 use serde_json::{Value, json};
 
-/// Bash, what it needs, and a file that tells the image: as `docker save` writes it.
-fn archive(dir: &Path) -> PathBuf {
+/// Notes what it was told when it was started, and goes on waiting.
+const NOT_PYTHON: &[u8] = b"#!/bin/bash\nwarm=$(<\"$PYTHONPATH/warm\")\necho ${warm//$'\\n'/ } >>/tmp/warm\nread -u 3\n";
+
+/// Bash, what it needs, maybe something in the place of Python, and a file that tells the image: as `docker save` writes it.
+fn archive(dir: &Path, python: Option<&[u8]>) -> PathBuf {
     let mut layer = tar::Builder::new(Vec::new());
     let mut add = |path: &str, bytes: &[u8], mode: u32| {
         let mut header = tar::Header::new_gnu();
@@ -21,6 +24,9 @@ fn archive(dir: &Path) -> PathBuf {
         layer.append_data(&mut header, path.trim_start_matches('/'), bytes).unwrap();
     };
     add("/bin/bash", &std::fs::read("/bin/bash").unwrap(), 0o755);
+    if let Some(python) = python {
+        add("/usr/bin/python3", python, 0o755);
+    }
     add("/etc/which-image", b"the small one\n", 0o644);
     let linked = Command::new("ldd").arg("/bin/bash").output().unwrap();
     let libraries = stdout_of(&linked);
@@ -47,10 +53,11 @@ fn archive(dir: &Path) -> PathBuf {
 struct Imported(String);
 
 impl Imported {
-    fn new() -> Self {
-        let name = format!("e2e-{}", std::process::id());
+    fn new(what: &str, python: Option<&[u8]>, arguments: &[&str]) -> Self {
+        let name = format!("e2e-{what}-{}", std::process::id());
         let dir = tempfile::tempdir().unwrap();
-        let output = command().args(["image", "import", "--name", &name]).arg(archive(dir.path())).output().unwrap();
+        let output =
+            command().args(["image", "import", "--name", &name]).args(arguments).arg(archive(dir.path(), python)).output().unwrap();
         assert!(output.status.success(), "{}", stderr_of(&output));
         Self(name)
     }
@@ -66,7 +73,7 @@ impl Drop for Imported {
 async fn two_images_side_by_side_work() {
     let server = shared();
     // Imported while the server runs.
-    let image = Imported::new();
+    let image = Imported::new("two", None, &[]);
     let listed: Value = serde_json::from_str(&stdout_of(&command().args(["image", "ls", "--json"]).output().unwrap())).unwrap();
     let digest = listed["items"].as_array().unwrap().iter().find(|item| item["name"] == image.0.as_str()).unwrap()["digest"].clone();
 
@@ -82,6 +89,29 @@ async fn two_images_side_by_side_work() {
     small.expect_status("SANDBOX_EXECUTION_ERROR").await;
     small.expect_error("start_failed").await;
     assert_eq!(small.bash("echo $(</file)").await.ok(), "mine\n");
+}
+
+/// Waits until this many bash run, itself among them, and says what those in the place of Python were told.
+const WAITING: &str = r#"
+for ((i = 0; i < 600; i++)); do
+    n=0
+    for p in /proc/[0-9]*/comm; do { read -r name <$p; } 2>/dev/null && [[ $name == bash ]] && n=$((n + 1)); done
+    [[ -e /tmp/warm ]] && mapfile -t told </tmp/warm
+    ((n >= 3 && ${#told[@]} >= 2)) && break
+    read -r -t 0.1
+done
+echo $n; printf '%s\n' "${told[@]}""#;
+
+#[tokio::test]
+async fn an_image_says_how_many_interpreters_wait_and_what_they_have_imported() {
+    let image = Imported::new("spares", Some(NOT_PYTHON), &["--spare-interpreters", "2", "--warm-modules", "decimal,numpy.linalg"]);
+    let server = Options::default().arg("--spare-interpreters").arg("1").start();
+    let mut ws = Ws::create_with(&server, json!({"image": image.0})).await;
+    assert_eq!(ws.bash(WAITING).await.ok(), "3\ndecimal numpy.linalg\ndecimal numpy.linalg\n");
+    // The count of a server that keeps none is not an image's to raise.
+    let none = Options::default().arg("--spare-interpreters").arg("0").start();
+    let mut ws = Ws::create_with(&none, json!({"image": image.0})).await;
+    assert_eq!(ws.bash(&WAITING.replace("600", "10")).await.ok(), "1\n\n");
 }
 
 #[tokio::test]

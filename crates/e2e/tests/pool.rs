@@ -39,7 +39,8 @@ print(socket.gethostname(), os.urandom(8).hex(), uuid.uuid4(), random.random(), 
 
 #[tokio::test]
 async fn a_sandbox_from_the_pool_can_not_be_told_from_a_fresh_one() {
-    let (ready, fresh) = (pool(2).start(), pool(0).start());
+    // Interpreters come to wait in a new sandbox after a while; that those of the pool have them already is another test's.
+    let [ready, fresh] = [pool(2), pool(0)].map(|options| options.arg("--spare-interpreters").arg("0").start());
     ready.filled(2, 0).await;
     let waiting = ready.waiting();
     assert_eq!((waiting.len(), ready.sandbox_directories().len()), (2, 0));

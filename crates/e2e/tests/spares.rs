@@ -2,19 +2,30 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::{collections::BTreeSet, process::Command, time::Instant};
+use std::{
+    collections::BTreeSet,
+    process::Command,
+    time::{Duration, Instant},
+};
 
 use sandboxer_e2e::{DEADLINE, Options, Server, Volume, Ws, eventually, http, soak};
 use serde_json::{Value, json};
 
 const BY_SPARE: &str = "sandboxer_executions_by_spare_total";
 const BASH: &str = include_str!("spares/bash.txt");
+const PYTHON: &str = include_str!("spares/python.txt");
 
 /// What some of the programs find in the sandbox.
 const PREPARE: &str = r#"
-mkdir -p /tmp/shadow /tmp/shadow2 /tmp/beside/package /tmp/custom "/tmp/odd 'dir\" \$x"
+mkdir -p /tmp/shadow /tmp/shadow2 /tmp/shadow3 /tmp/shadow4 /tmp/late /tmp/broken /tmp/beside/package /tmp/custom "/tmp/odd 'dir\" \$x"
 echo 'mine = 1' >/tmp/shadow/json.py
 echo 'raise ImportError("shadowed")' >/tmp/shadow2/selectors.py
+echo 'mine = 3' >/tmp/shadow3/asyncio.py
+echo 'mine = 4' >/tmp/shadow4/enum.py
+printf 'x = (\n\nfirst\n' >/tmp/broken/broken.py
+printf 'def f():\n    raise ValueError("while importing")\nf()\n' >/tmp/broken/fails.py
+echo 'import circle_b; a = 1; circle_b.later()' >/tmp/broken/circle_a.py
+printf 'from circle_a import a\ndef later(): pass\n' >/tmp/broken/circle_b.py
 echo 'answer = 42' >/tmp/beside/helper.py
 touch /tmp/beside/package/__init__.py
 echo 'name = __name__' >/tmp/beside/package/part.py
@@ -95,8 +106,17 @@ fn with(spares: u32, options: Options) -> Options {
     options.arg("--spare-interpreters").arg(spares.to_string())
 }
 
-/// Waits, in the sandbox, until a Python waits there with its modules loaded.
-const UNTIL_WARM: &str = "until grep -qs _asyncio /proc/[0-9]*/maps; do sleep 0.01; done";
+/// Waits, in the sandbox, until a Python waits there with its modules loaded. Starts nothing, so that it is not in its way.
+const UNTIL_WARM: &str = "for ((i = 0; i < 3000; i++)); do
+    for p in /proc/[0-9]*; do { mapfile -d '' -t m <$p/maps; } 2>/dev/null && [[ $m == *_asyncio* ]] && exit; done
+    read -r -t 0.01
+done
+exit 1";
+
+async fn until_warm(ws: &mut Ws) {
+    let outcome = ws.bash(UNTIL_WARM).await;
+    assert_eq!(outcome.exit_code(), Some(0), "no Python ever waits with its modules loaded: {}", outcome.done);
+}
 
 /// Until one of this language has waited for its execution.
 async fn until_by_spare(server: &Server, ws: &mut Ws, request: &Value) {
@@ -108,7 +128,16 @@ async fn until_by_spare(server: &Server, ws: &mut Ws, request: &Value) {
     }
 }
 
-async fn compare(language: &str, text: &'static str) {
+/// When an execution comes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Comes {
+    /// As soon as the one before has ended: the interpreter is in the middle of its start.
+    AtOnce,
+    /// When a Python waits with all its modules.
+    WhenWarm,
+}
+
+async fn compare(language: &str, text: &'static str, ways: &[Comes]) {
     let programs = programs(language, text);
     assert!(programs.len() >= 60);
     let (without, with) = (server(0), server(1));
@@ -116,24 +145,41 @@ async fn compare(language: &str, text: &'static str) {
     fresh.bash(PREPARE).await;
     waiting.bash(PREPARE).await;
     until_by_spare(&with, &mut waiting, &json!({"language": language, "code": ""})).await;
-    let begun = with.metric(BY_SPARE);
-    let mut different = Vec::new();
-    for program in &programs {
-        let (seen, wanted) = (run(&mut waiting, program).await, run(&mut fresh, program).await);
-        if seen != wanted {
-            different.push(format!("{}\n  without: {wanted:?}\n  with:    {seen:?}", program.name));
+    // Each program comes one way, the next one another; all of them all ways where there is time for it.
+    let passes = if soak() { ways.len() } else { 1 };
+    for pass in 0..passes {
+        let begun = with.metric(BY_SPARE);
+        let mut waits = 0.0;
+        let mut different = Vec::new();
+        for (at, program) in programs.iter().enumerate() {
+            let way = ways[(at + pass) % ways.len()];
+            if way == Comes::WhenWarm {
+                let before = with.metric(BY_SPARE);
+                until_warm(&mut waiting).await;
+                waits += with.metric(BY_SPARE) - before;
+            }
+            let (seen, wanted) = (run(&mut waiting, program).await, run(&mut fresh, program).await);
+            if seen != wanted {
+                different.push(format!("{} ({way:?})\n  without: {wanted:?}\n  with:    {seen:?}", program.name));
+            }
         }
+        assert!(different.is_empty(), "{} of {} differ:\n{}", different.len(), programs.len(), different.join("\n"));
+        // Those with an unusual environment or directory get a fresh one.
+        let by_spare = with.metric(BY_SPARE) - begun - waits;
+        println!("{} {language} programs: no difference, {by_spare} by one that waited", programs.len());
+        assert!(by_spare >= programs.len() as f64 * 0.7, "{by_spare} of {}", programs.len());
     }
-    assert!(different.is_empty(), "{} of {} differ:\n{}", different.len(), programs.len(), different.join("\n"));
     assert_eq!(without.metric(BY_SPARE), 0.0);
-    // Those with an unusual environment or directory get a fresh one.
-    let by_spare = with.metric(BY_SPARE) - begun;
-    assert!(by_spare >= programs.len() as f64 * 0.7, "{by_spare} of {}", programs.len());
 }
 
 #[tokio::test]
 async fn a_bash_that_waited_can_not_be_told_from_one_that_was_started() {
-    compare("bash", BASH).await;
+    compare("bash", BASH, &[Comes::AtOnce]).await;
+}
+
+#[tokio::test]
+async fn a_python_that_waited_can_not_be_told_from_one_that_was_started() {
+    compare("python", PYTHON, &[Comes::WhenWarm, Comes::AtOnce]).await;
 }
 
 /// What is done to all those that wait, whichever they are.
@@ -231,9 +277,19 @@ async fn a_program_that_is_handed_over_can_be_killed_and_signalled_at_once() {
 
 /// What a process drew by chance.
 const LUCK: [(&str, &str); 2] = [
-    ("python", "import random, os\nprint(random.random(), hash('text'), random.getrandbits(64), os.urandom(8).hex())"),
+    (
+        "python",
+        "import os, random, secrets, ssl, tempfile, uuid
+print(random.random(), random.getrandbits(64), hash('text'), os.urandom(8).hex(), secrets.token_hex(8), ssl.RAND_bytes(8).hex())
+print(uuid.uuid4(), uuid.uuid1(), next(tempfile._get_candidate_names()))",
+    ),
     ("bash", "echo $RANDOM$RANDOM$RANDOM $SRANDOM $HOSTNAME"),
 ];
+
+/// With what draws by chance among the modules that are imported ahead.
+fn drawing(options: Options) -> Server {
+    with(1, options).arg("--warm-modules").arg("random,uuid,secrets,ssl,tempfile,asyncio").start()
+}
 
 /// What each of these draws is another's of none.
 async fn all_differ(sandboxes: &mut [Ws]) {
@@ -252,10 +308,10 @@ async fn all_differ(sandboxes: &mut [Ws]) {
 #[tokio::test]
 async fn those_that_wait_are_saved_and_restored_and_copies_do_not_share_their_luck() {
     let volume = Volume::default();
-    let server = with(1, volume.options()).start();
+    let server = drawing(volume.options());
     let mut ws = Ws::create_with(&server, json!({"enable_checkpoint": true})).await;
     until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
-    let _ = ws.bash(UNTIL_WARM).await.ok();
+    until_warm(&mut ws).await;
     ws.send(json!({"action": "snapshot"})).await;
     ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
     let saved = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await;
@@ -268,11 +324,14 @@ async fn those_that_wait_are_saved_and_restored_and_copies_do_not_share_their_lu
         copies.push(Ws::attach(&server, copy["id"].as_str().unwrap()).await);
     }
     all_differ(&mut copies).await;
-    // There are others in a copy, after a while.
-    let copy = copies.last_mut().unwrap();
-    for (language, code) in LUCK {
-        until_by_spare(&server, copy, &json!({"language": language, "code": code})).await;
+    // There are others in each copy, after a while.
+    for copy in &mut copies {
+        for (language, code) in LUCK {
+            until_by_spare(&server, copy, &json!({"language": language, "code": code})).await;
+        }
+        until_warm(copy).await;
     }
+    all_differ(&mut copies).await;
     // The one they were made from goes on with its own, saved and restored.
     let original = copies.swap_remove(0);
     let id = original.sandbox_id.clone();
@@ -288,23 +347,26 @@ async fn those_that_wait_are_saved_and_restored_and_copies_do_not_share_their_lu
 async fn executions_back_to_back_are_run_once_each_in_order_and_not_slower_than_without() {
     let rounds = if soak() { 200 } else { 30 };
     let servers = [server(0), server(1)];
-    let mut took = Vec::new();
+    let mut sandboxes = Vec::new();
     for server in &servers {
         let mut ws = Ws::create(server).await;
         let _ = ws.bash("true").await.ok();
-        let mut times = Vec::new();
-        for round in 1..=rounds {
+        sandboxes.push(ws);
+    }
+    let mut took = [Duration::ZERO; 2];
+    // Half of them each time, so that what else the machine does is done to both.
+    for (at, from) in [(0, 1), (1, 1), (1, 1 + rounds / 2), (0, 1 + rounds / 2)] {
+        for round in from..from + rounds / 2 {
             let (language, code) = if round % 3 == 0 {
                 ("python", "open('/tmp/runs', 'a').write('x\\n'); print(len(open('/tmp/runs').readlines()))")
             } else {
                 ("bash", "echo x >>/tmp/runs; mapfile lines </tmp/runs; echo ${#lines[@]}")
             };
             let begun = Instant::now();
-            let outcome = ws.run(json!({"language": language, "code": code})).await;
+            let outcome = sandboxes[at].run(json!({"language": language, "code": code})).await;
+            took[at] += begun.elapsed();
             assert_eq!((outcome.ok(), outcome.err()), (&*format!("{round}\n"), ""));
-            times.push(begun.elapsed());
         }
-        took.push(times.iter().sum::<std::time::Duration>());
     }
     println!("{rounds} executions: {took:?} without and with");
     if soak() {
@@ -319,7 +381,7 @@ async fn those_that_wait_do_not_count_as_processes_of_the_user() {
     for language in ["bash", "python"] {
         until_by_spare(&server, &mut ws, &json!({"language": language, "code": ""})).await;
     }
-    let _ = ws.bash(UNTIL_WARM).await.ok();
+    until_warm(&mut ws).await;
     // All eight, and not one more, while four wait.
     let fork = "import os, time
 made = 0
@@ -334,6 +396,50 @@ print(made + 1)
 os.system('kill 0')";
     let outcome = ws.python(fork).await;
     assert_eq!(outcome.out(), "8\n", "{}", outcome.err());
+}
+
+/// Takes memory, all of it together or one piece after the other, and says how much.
+fn takes(mib: u32) -> [String; 2] {
+    let pieces = format!("data = [bytearray(1 << 20) for _ in range({mib})]\nprint(len(data))");
+    [format!("data = bytearray({mib} << 20)\nprint(len(data) >> 20)"), pieces]
+}
+
+#[tokio::test]
+async fn none_wait_where_they_are_turned_off_nor_in_a_small_sandbox() {
+    for (spares, memory) in [(0, 512), (2, 128)] {
+        let server = server(spares);
+        let mut ws = Ws::create_with(&server, json!({"limits": {"memory_mb": memory, "disk_mb": 64}})).await;
+        for _ in 0..2 {
+            // Longer than it takes until one would be started.
+            assert_eq!(ws.bash("sleep 0.5; pgrep -c 'bash|python3'").await.out(), "1\n");
+            for code in takes(80) {
+                assert_eq!(ws.python(&code).await.ok(), "80\n");
+            }
+        }
+        assert_eq!(server.metric(BY_SPARE), 0.0);
+    }
+}
+
+/// As much as fits without any that wait.
+const MOST_MIB: u32 = 190;
+
+#[tokio::test]
+async fn those_that_wait_go_before_any_program_has_to() {
+    for spares in [0, 1] {
+        let server = server(spares);
+        let mut ws = Ws::create_with(&server, json!({"limits": {"memory_mb": 256, "disk_mb": 64}})).await;
+        for code in [takes(MOST_MIB), takes(MOST_MIB)].concat() {
+            if spares > 0 {
+                until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+                until_warm(&mut ws).await;
+            }
+            let outcome = ws.python(&code).await;
+            assert_eq!((outcome.out(), &outcome.done["message"]), (format!("{MOST_MIB}\n").as_str(), &Value::Null), "{}", outcome.done);
+        }
+        // It is not only that nothing is watched.
+        let outcome = ws.python(&takes(400)[1]).await;
+        assert_eq!((outcome.out(), outcome.signal()), ("", Some("SIGKILL")), "{}", outcome.done);
+    }
 }
 
 #[tokio::test]
@@ -384,7 +490,7 @@ async fn a_sandbox_from_the_pool_has_them_when_it_is_handed_out() {
 #[tokio::test]
 async fn what_is_made_from_a_template_draws_anew() {
     let volume = Volume::default();
-    let server = with(1, volume.filesystems()).start();
+    let server = drawing(volume.filesystems());
     let mut ws = Ws::create(&server).await;
     ws.snapshot_filesystem("one").await;
     eventually("a template is kept", DEADLINE, || server.metric("sandboxer_templates_total") >= 1.0).await;
@@ -402,10 +508,10 @@ async fn what_is_made_from_a_template_draws_anew() {
 #[tokio::test]
 async fn a_sandbox_that_goes_back_twice_does_not_draw_the_same_twice() {
     let volume = Volume::default();
-    let server = with(1, volume.options()).start();
+    let server = drawing(volume.options());
     let mut ws = Ws::create(&server).await;
     until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
-    let _ = ws.bash(UNTIL_WARM).await.ok();
+    until_warm(&mut ws).await;
     ws.send(json!({"action": "snapshot"})).await;
     ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
     let snapshot = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await["snapshot_id"].clone();

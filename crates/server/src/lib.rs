@@ -38,7 +38,7 @@ pub use network::{AddressRule, Dialer, NetworkSettings, RecordingDialer, Rule, S
 pub use sandboxer_store::lease::Terms;
 pub use server::{Server, StopHow};
 pub use settings::{KeyLimits, PoolSettings, Settings};
-pub use spares::{Spares, WARM_MODULES};
+pub use spares::{SPARE_INTERPRETERS, SPARE_PAIR_MIB, Spares, WARM_MODULES};
 pub use templates::TemplateSettings;
 pub use tls::{InvalidTls, Tls};
 pub use workspaces::WorkspaceSettings;

@@ -14,6 +14,12 @@ const ENVIRONMENT: [(&str, &str); 6] = [
     ("LANG", "C.UTF-8"),
 ];
 
+/// Of each language, unless the operator says otherwise.
+pub const SPARE_INTERPRETERS: u32 = 0;
+
+/// What a bash and a Python that wait with the modules below are resident with, pages of the image among them.
+pub const SPARE_PAIR_MIB: u32 = 32;
+
 /// What scripts of this kind begin with, the small ones first: an execution that can't wait gets those that are there.
 pub const WARM_MODULES: [&str; 4] = ["re", "json", "subprocess", "asyncio"];
 
@@ -27,7 +33,7 @@ pub struct Spares {
 
 impl Default for Spares {
     fn default() -> Self {
-        Self { each: 0, warm_modules: WARM_MODULES.map(str::to_owned).to_vec() }
+        Self { each: SPARE_INTERPRETERS, warm_modules: WARM_MODULES.map(str::to_owned).to_vec() }
     }
 }
 
@@ -48,7 +54,7 @@ mod tests {
 
     #[test]
     fn agents_are_told_nothing_where_there_are_to_be_none() {
-        assert_eq!(Spares::default().for_agents(), None);
+        assert_eq!(Spares { each: 0, ..Spares::default() }.for_agents(), None);
         assert_eq!(Spares { each: 1, ..Spares::default() }.for_agents().map(|config| config.each), Some(1));
     }
 }

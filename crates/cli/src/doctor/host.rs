@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::statvfs::statvfs;
 
-use sandboxer_server::available_memory;
+use sandboxer_server::{SPARE_PAIR_MIB, available_memory};
 use sandboxer_store::{Pace, Place};
 
 use super::{Finding, Machine};
@@ -86,6 +86,21 @@ pub(super) fn pool(machine: &Machine) -> Finding {
         ),
         Some(available) => Finding::ok(NAME, format!("{waits}; {available} MiB are")),
         None => Finding::ok(NAME, format!("{waits}; how much is can't be told here")),
+    }
+}
+
+/// What waits inside every sandbox, and what that costs.
+pub(super) fn spares(machine: &Machine) -> Finding {
+    const NAME: &str = "interpreters that wait";
+    match machine.spare_interpreters {
+        0 => Finding::ok(NAME, "off: each execution starts its own"),
+        each => Finding::ok(
+            NAME,
+            format!(
+                "{each} bash and {each} Python in every sandbox of 256 MiB or more, resident with about {} MiB, pages of the image among them",
+                each.saturating_mul(SPARE_PAIR_MIB)
+            ),
+        ),
     }
 }
 

@@ -13,8 +13,8 @@ use sandboxer_extensions::Config;
 use sandboxer_image::ImageStore;
 use sandboxer_protocol::agent::ImageSpares;
 use sandboxer_server::{
-    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, PoolSettings, Settings, Spares,
-    TemplateSettings, Terms, Tls, WARM_MODULES, WorkspaceSettings,
+    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, PoolSettings, SPARE_INTERPRETERS,
+    Settings, Spares, TemplateSettings, Terms, Tls, WARM_MODULES, WorkspaceSettings,
 };
 use sandboxer_store::Place;
 
@@ -83,8 +83,9 @@ pub(crate) struct Args {
     /// Output of a stream that is held until a client has it; beyond it the program waits
     #[arg(long, env = "SANDBOXER_OUTPUT_WINDOW_BYTES", default_value_t = 8 * 1024 * 1024, value_name = "BYTES")]
     output_window_bytes: u64,
-    /// Interpreters of each language that wait in every sandbox for their code, so that an execution need not start one; 0: none
-    #[arg(long, env = "SANDBOXER_SPARE_INTERPRETERS", default_value_t = 0, value_name = "N")]
+    /// Interpreters of each language (bash, Python) that wait in every sandbox for their code, so that an execution need not start one; 0: none.
+    /// A pair is resident with about 32 MiB, pages of the image among them; none waits in sandboxes of less than 256 MiB
+    #[arg(long, env = "SANDBOXER_SPARE_INTERPRETERS", default_value_t = SPARE_INTERPRETERS, value_name = "N")]
     spare_interpreters: u32,
     /// Modules that a waiting Python has imported already, separated by commas
     #[arg(long, env = "SANDBOXER_WARM_MODULES", value_delimiter = ',', default_values = WARM_MODULES, value_name = "NAMES")]

@@ -11,47 +11,64 @@ import posix
 import sys
 
 TOKEN, MESSAGE = 3, 4
+# Whoever runs one program after the other is not to share the processor with imports that nobody will use.
+QUIET_MS = 100
 bootstrap = sys.modules["_frozen_importlib"]
 external = sys.modules["_frozen_importlib_external"]
 
 
 class Hidden:
-    """Modules that are loaded and not shown: in the order in which they were, with what each of them imported."""
+    """Modules that are loaded and not shown, with what each of them imported, in this order, and what it registered."""
 
     def __init__(self):
         self.modules = {}
         self.uses = {}
         self.files = {}
+        self.names = {}
+        self.registered = {}
         self.shown = set()
         self.finders = list(sys.meta_path)
         self.load = builtins.__import__
+        self.lock = sys.modules["_thread"].RLock()
 
     def hide(self, before, uses):
         for name in [name for name in sys.modules if name not in before]:
-            module = sys.modules.pop(name)
-            self.modules[name] = module
+            self.modules[name] = sys.modules.pop(name)
+            self.names[name] = list(getattr(self.modules[name], "__dict__", ()))
+        for name, module in self.modules.items():
             parent, _, child = name.rpartition(".")
             if parent:
-                uses.setdefault(name, set()).add(parent)
+                uses[name] = {parent: None, **uses.get(name, {})}
                 owner = self.modules.get(parent) or sys.modules.get(parent)
                 if owner is not None and owner.__dict__.get(child) is module:
                     delattr(owner, child)
             spec = getattr(module, "__spec__", None)
             if parent and getattr(spec, "name", None) != name:
                 # Not loaded by this name, but put there by its parent.
-                uses.setdefault(parent, set()).add(name)
+                uses.setdefault(parent, {})[name] = None
             origin = getattr(spec, "origin", None)
             if origin and origin.startswith("/"):
                 self.files[name] = signature(origin)
-        order = {name: at for at, name in enumerate(self.modules)}
         for name in self.modules:
-            seen, left = {name}, [name]
-            while left:
-                for used in uses.get(left.pop(), ()):
-                    if used in order and used not in seen:
-                        seen.add(used)
-                        left.append(used)
-            self.uses[name] = sorted(seen, key=order.__getitem__)
+            self.uses[name] = self.loaded_by(name, uses)
+        # Those of a module that could not be loaded are dropped with it.
+        for name in [name for name in self.registered if name in before]:
+            self.register(name)
+
+    def loaded_by(self, name, uses):
+        """What an import of this loads, in the order in which that is done: each behind what it imports itself."""
+        loaded, begun, left = [], {name}, [(name, iter(uses.get(name, ())))]
+        while left:
+            name, more = left[-1]
+            for used in more:
+                if used in self.modules and used not in begun:
+                    begun.add(used)
+                    left.append((used, iter(uses.get(used, ()))))
+                    break
+            else:
+                loaded.append(name)
+                left.pop()
+        return loaded
 
     def may_show(self, name, search):
         """Whether an import now would find and load just what was loaded, and all of it is still at hand."""
@@ -74,6 +91,8 @@ class Hidden:
             if module is None or (shown is not self and shown is not module):
                 return False
             if shown is self:
+                if used in self.shown:
+                    return False
                 if "." not in used and any(used in names or any(used + suffix in names for suffix in SUFFIXES) for names in before):
                     return False
                 if used in self.files and signature(self.files[used][0]) != self.files[used]:
@@ -81,20 +100,44 @@ class Hidden:
         return True
 
     def show(self, name):
-        for used in self.uses[name]:
-            module = self.modules[used]
-            if used != name and used in sys.modules:
-                continue
-            sys.modules[used] = module
-            parent, _, child = used.rpartition(".")
-            # Under its parent's name there may be what the import keeps the place with.
-            owner = self.modules.get(parent) or sys.modules.get(parent)
-            if owner is not None:
-                setattr(owner, child, module)
-            if used in FRESH and used not in self.shown:
-                FRESH[used](module)
-            # Once only: whoever removes it and imports it again wants another one.
-            self.shown.add(used)
+        # Two threads may come with what both of them use.
+        with self.lock:
+            new = [used for used in self.uses[name] if used == name or used not in sys.modules]
+            # Each is whole before anybody sees it.
+            for used in new:
+                parent = used.rpartition(".")[0]
+                if parent in new:
+                    self.join(used, self.modules[parent])
+            for used in new:
+                self.put_in_order(used)
+                if used in FRESH and used not in self.shown:
+                    FRESH[used](self.modules[used])
+            for used in new:
+                sys.modules[used] = self.modules[used]
+                parent = used.rpartition(".")[0]
+                if parent and parent not in new:
+                    self.join(used, sys.modules.get(parent))
+                # Once only: whoever removes it and imports it again wants another one.
+                self.shown.add(used)
+                self.register(used)
+
+    def register(self, name):
+        for register, rest, named in self.registered.pop(name, ()):
+            register(*rest, **named)
+
+    def join(self, name, owner):
+        """Under its parent's name there may be what the import keeps the place with."""
+        if owner is not None:
+            setattr(owner, name.rpartition(".")[2], self.modules[name])
+
+    def put_in_order(self, name):
+        """Its parts have come back behind all its names."""
+        names = getattr(self.modules[name], "__dict__", {})
+        if name not in self.shown and list(names) != self.names[name]:
+            values = dict(names)
+            names.clear()
+            names.update((name, values.pop(name)) for name in self.names[name] if name in values)
+            names.update(values)
 
 
 class Shown:
@@ -110,10 +153,7 @@ class Shown:
         return None
 
     def exec_module(self, module):
-        if sys.modules.get(self.name) is module:
-            self.hidden.show(self.name)
-        else:
-            self.loader.exec_module(module)
+        self.hidden.show(self.name)
 
 
 def signature(path):
@@ -128,9 +168,23 @@ def fresh_logging(module):
     module._startTime = module.time.time()
 
 
-# What a module drew or noted when it was loaded.
-FRESH = {"random": lambda module: module.seed(), "logging": fresh_logging}
+def fresh_patterns(module):
+    module.purge()
+
+
+# What a module drew or noted when it was loaded, or keeps of those that were loaded after it.
+FRESH = {"random": lambda module: module.seed(), "logging": fresh_logging, "re": fresh_patterns}
 SUFFIXES = [".py", ".pyc"] + sys.modules["_imp"].extension_suffixes()
+
+
+def for_import():
+    """Whether it is an import that asks, and not a program that goes on by itself with what is found."""
+    frame = sys._getframe(2)
+    while frame is not None and (frame.f_globals is bootstrap.__dict__ or frame.f_globals is external.__dict__):
+        if frame.f_code is bootstrap._find_and_load_unlocked.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def offer(hidden, finder, search):
@@ -139,7 +193,7 @@ def offer(hidden, finder, search):
 
     def find_spec(name, *rest):
         spec = find(name, *rest)
-        if spec is not None and name in hidden.modules and name not in hidden.shown:
+        if spec is not None and name in hidden.modules and name not in hidden.shown and for_import():
             real = hidden.modules[name].__spec__
             if real is not None and real.name == name and real.origin == spec.origin and hidden.may_show(name, search):
                 shown = bootstrap.ModuleSpec(name, Shown(hidden, name, spec.loader), origin=spec.origin)
@@ -160,53 +214,89 @@ def told():
         return False
 
 
+def told_soon():
+    """Whether the word comes before it has been quiet for a while."""
+    if "select" in sys.builtin_module_names and "select" not in sys.modules:
+        import select
+
+        del sys.modules["select"]
+        poll = select.poll()
+        poll.register(TOKEN, select.POLLIN)
+        poll.poll(QUIET_MS)
+    return told()
+
+
 def warm(names):
     """Imports these, as long as nobody waits. Returns what is hidden of them, and whether somebody does."""
+    word = told_soon()
     hidden, uses, before = Hidden(), {}, set(sys.modules)
     load = builtins.__import__
-    machinery = [bootstrap.__dict__, external.__dict__]
+    machinery = [bootstrap.__dict__, external.__dict__, globals()]
+
+    def importer():
+        """Who imports, or registers: what is written in C does it in the name of whoever loads it."""
+        frame = sys._getframe(2)
+        while frame is not None and any(frame.f_globals is names for names in machinery):
+            frame = frame.f_back
+        return frame
 
     def note(name, globals=None, locals=None, fromlist=(), level=0):
         module = load(name, globals, locals, fromlist, level)
-        frame = sys._getframe(1)
-        # What is written in C imports in the name of whoever loads it: that is the one who imports it.
-        while frame is not None and frame.f_globals in machinery:
-            frame = frame.f_back
+        frame = importer()
         if frame is not None:
             globals = globals or frame.f_globals
-            used = uses.setdefault(frame.f_globals.get("__name__"), set())
+            used = uses.setdefault(frame.f_globals.get("__name__"), {})
             if level:
                 package = globals.get("__package__") or ""
                 package = package.rsplit(".", level - 1)[0] if level > 1 else package
                 name = package + "." + name if name else package
-            used.add(name)
-            while "." in name:
-                uses.setdefault(name, set()).add(name.rpartition(".")[0])
-                name = name.rpartition(".")[0]
-                used.add(name)
+            # A package is loaded before its parts.
+            parts = name.split(".")
+            used.update((".".join(parts[: at + 1]), None) for at in range(len(parts)))
             for child in fromlist or ():
                 name = getattr(module, "__name__", "") + "." + str(child)
                 if name in sys.modules:
-                    used.add(name)
+                    used[name] = None
         return module
 
-    word = False
+    def later(register):
+        """Registers when the module is shown that it is for."""
+
+        def note(*rest, **named):
+            frame = importer()
+            if not warming or frame is None:
+                return register(*rest, **named)
+            hidden.registered.setdefault(frame.f_globals.get("__name__"), []).append((register, rest, named))
+            return rest[0] if rest else None
+
+        return note
+
+    import atexit
+
+    registers = [(atexit, "register", atexit.register), (os, "register_at_fork", os.register_at_fork)]
+    warming = True
+    for owner, name, register in registers:
+        setattr(owner, name, later(register))
     builtins.__import__, sys.dont_write_bytecode, writes = note, True, sys.dont_write_bytecode
     try:
         for name in names:
+            word = word or told()
+            if word:
+                break
             try:
                 load(name)
             except Exception:
                 pass
-            word = told()
-            if word:
-                break
+        word = word or told()
         if not word:
             import gc
 
             gc.collect()
     finally:
         builtins.__import__, sys.dont_write_bytecode = load, writes
+        warming = False
+        for owner, name, register in registers:
+            setattr(owner, name, register)
     hidden.hide(before, uses)
     if not word:
         word = told()
@@ -349,7 +439,7 @@ def take_over(hidden, noted, runs, base, directory, has_input, env):
     site.removeduppaths()
     if hidden is None:
         return
-    for finder in hidden.finders[:2]:
+    for finder in (bootstrap.BuiltinImporter, bootstrap.FrozenImporter):
         offer(hidden, finder, None)
     for place, finder in list(sys.path_importer_cache.items()):
         if isinstance(finder, external.FileFinder):
