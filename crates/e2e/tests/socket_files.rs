@@ -291,7 +291,7 @@ for n in range(12000):
 open('/root/made', 'w').close()";
 
 #[tokio::test]
-async fn a_client_that_does_not_read_is_told_later_that_changes_were_dropped_and_holds_no_memory() {
+async fn a_client_that_does_not_read_what_changes_takes_no_memory_and_may_cancel_its_watch() {
     let server = Options::default().start();
     let mut ws = Ws::create(&server).await;
     let _ = ws.bash("mkdir d").await.ok();
@@ -304,11 +304,6 @@ async fn a_client_that_does_not_read_is_told_later_that_changes_were_dropped_and
     let more = host::rss(server.pid()).saturating_sub(before) >> 20;
     println!("a client that does not read of 12000 new files: {more} MiB more");
     assert!(more < 32, "{more} MiB");
-    let mut dropped = false;
-    while !dropped {
-        let event = ws.next().await;
-        dropped = event["changes"].as_array().into_iter().flatten().any(|change| change["kind"] == "dropped");
-    }
     ws.send(json!({"action": "file", "op": "cancel", "path": "/root/d", "id": "w"})).await;
     let (mut cancelled, mut done) = (false, false);
     while !(cancelled && done) {
