@@ -122,7 +122,7 @@ async fn the_command_lists_saved_sandboxes_where_it_is_told_to() {
     let server = volume.serve();
     let id = Ws::create_kept(&server).await.checkpoint().await;
     let cli = Cli::new(&server);
-    assert!(!cli.ok(["ls"]).contains(&id));
+    eventually("it is no longer here", DEADLINE, || !cli.ok(["ls"]).contains(&id)).await;
     let is_listed = || cli.ok(["ls", "--saved"]).lines().any(|line| line.starts_with(&id) && line.contains("saved"));
     eventually("it is listed", DEADLINE, is_listed).await;
     // One that a server saved which kept no track of it is known by its id alone.
