@@ -236,6 +236,14 @@ impl Api {
 
     /// The same, with those that are on the volume and not in this server's memory: saved, or at another instance.
     ///
+    /// ```no_run
+    /// # async fn example(api: sandboxer_client::Api) -> Result<(), sandboxer_client::Error> {
+    /// for sandbox in api.saved_sandboxes().await? {
+    ///     println!("{} can be attached to", sandbox.id);
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     /// The server, or its volume, can't be asked.
     pub async fn saved_sandboxes(&self) -> Result<Vec<SandboxInfo>, Error> {
