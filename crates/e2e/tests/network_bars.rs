@@ -19,7 +19,7 @@ static SERVER: LazyLock<Server> = LazyLock::new(|| INTERNET.options(Options::def
 /// One measures at a time.
 static ALONE: Mutex<()> = Mutex::const_new(());
 
-/// The least part of what the FIFO carries that a download comes to.
+/// The least part of what the FIFO carries to the same program, with nothing but a writer at the other end, that a download comes to.
 const DOWNLOAD_AT_LEAST: f64 = 0.6;
 /// How many times its idle value a neighbour's round trip stays below.
 const FLOODED_BELOW: f64 = 3.0;
@@ -38,7 +38,9 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// A large download beside what the FIFO carries: the same bytes to the same agent in a sandbox by runsc alone, from a bare writer.
+/// A large download beside what the FIFO carries to the same program: the same bytes to the same agent and the same curl in a sandbox by runsc alone, from a bare
+/// writer. What the FIFO carries to an agent that discards all of it is told too; no program in gVisor can take that much from a socket
+/// (docs/design/2026-11-17-network-through-the-agent.md).
 #[tokio::test]
 async fn a_large_download_comes_whole_and_fast() {
     let _alone = ALONE.lock().await;
@@ -66,7 +68,7 @@ async fn a_large_download_comes_whole_and_fast() {
         download / served
     );
     if soak() {
-        assert!(download >= DOWNLOAD_AT_LEAST * carried, "{download} of {carried}");
+        assert!(download >= DOWNLOAD_AT_LEAST * served, "{download} of {served}");
     }
 }
 
@@ -130,8 +132,9 @@ async fn the_flood_of_one_sandbox_does_not_drown_another() {
         eventually("connections come and go", DEADLINE, || seen(&flooding).1 != newest).await;
         let (_, newest) = seen(&flooding);
         flooded.push(round_trip(&mut quiet, lines).await);
-        let (downloads, last) = seen(&flooding);
-        assert!(downloads > 0 && last != newest, "the flood went on: {downloads} downloads, {newest:?}, {last:?}");
+        // A few lines may be through before the next connection comes.
+        assert!(seen(&flooding).0 > 0, "the downloads went on");
+        eventually("connections went on", DEADLINE, || seen(&flooding).1 != newest).await;
         flooding.send(json!({"action": "kill_process"})).await;
         let _ = flooding.until_done().await;
         eventually("the flood is over", DEADLINE, || seen(&flooding).0 == 0).await;
