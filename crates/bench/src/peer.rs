@@ -17,12 +17,13 @@ impl<T> Peer<T> {
         peer
     }
 
-    pub(crate) fn get(&mut self) -> Option<&mut T> {
-        self.running.as_mut()
+    /// None: it is not there. One that fails is left out from then on.
+    pub(crate) async fn ask<R>(&mut self, work: impl AsyncFnOnce(&mut T) -> Result<R>) -> Option<R> {
+        let done = work(self.running.as_mut()?).await;
+        self.or_without(done)
     }
 
-    /// One that fails is left out from then on.
-    pub(crate) fn or_without<R>(&mut self, result: Result<R>) -> Option<R> {
+    fn or_without<R>(&mut self, result: Result<R>) -> Option<R> {
         match result {
             Ok(value) => Some(value),
             Err(error) => {
@@ -51,14 +52,13 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn one_that_fails_is_left_out_and_still_ended() {
+    #[tokio::test]
+    async fn one_that_fails_is_left_out_and_still_ended() {
         let mut peer = Peer::started("it", Ok(7));
-        assert_eq!(peer.or_without(Ok("value")), Some("value"));
-        assert_eq!(peer.get().copied(), Some(7));
-        let failed: Result<()> = (|| bail!("it fell"))();
-        assert_eq!(peer.or_without(failed), None);
-        assert_eq!((peer.get().copied(), peer.error()), (None, Some("it fell")));
+        assert_eq!(peer.ask(async |it| Ok(*it + 1)).await, Some(8));
+        let failed: Option<()> = peer.ask(async |_| bail!("it fell")).await;
+        assert_eq!((failed, peer.error()), (None, Some("it fell")));
+        assert_eq!(peer.ask(async |it| Ok(*it)).await, None, "it is not asked again");
         assert_eq!(peer.into_inner(), Some(7));
     }
 }

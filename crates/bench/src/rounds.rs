@@ -1,6 +1,9 @@
 //! One round measures everything once by every means, one after the other, so that whatever the machine does meanwhile is done to all.
 
-use std::{path::PathBuf, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use anyhow::{Context as _, Result};
 
@@ -152,15 +155,11 @@ impl Bench {
             // It is what the raw one waits for.
             Column::Fifo => return Ok(()),
             Column::Package => {
-                let Some(package) = self.package.get() else { return Ok(()) };
-                let created = package.create().await;
-                let Some(ms) = self.package.or_without(created) else { return Ok(()) };
+                let Some(ms) = self.package.ask(async |package| package.create().await).await else { return Ok(()) };
                 ms
             }
             Column::Docker => {
-                let Some(docker) = self.docker.get() else { return Ok(()) };
-                let created = docker.create().await;
-                let Some(ms) = self.docker.or_without(created) else { return Ok(()) };
+                let Some(ms) = self.docker.ask(async |docker| docker.create().await).await else { return Ok(()) };
                 ms
             }
             Column::Server => {
@@ -188,17 +187,11 @@ impl Bench {
         let (client, ms) = Client::create_to_output(self.ready.address, program).await?;
         client.kill().await?;
         self.samples.add(Row::CreateToOutput, Column::Server, ms);
-        if let Some(package) = self.package.get() {
-            let created = package.create_to_output(program).await;
-            if let Some(ms) = self.package.or_without(created) {
-                self.samples.add(Row::CreateToOutput, Column::Package, ms);
-            }
+        if let Some(ms) = self.package.ask(async |package| package.create_to_output(program).await).await {
+            self.samples.add(Row::CreateToOutput, Column::Package, ms);
         }
-        if let Some(docker) = self.docker.get() {
-            let created = docker.create_to_output(program).await;
-            if let Some(ms) = self.docker.or_without(created) {
-                self.samples.add(Row::CreateToOutput, Column::Docker, ms);
-            }
+        if let Some(ms) = self.docker.ask(async |docker| docker.create_to_output(program).await).await {
+            self.samples.add(Row::CreateToOutput, Column::Docker, ms);
         }
         Ok(())
     }
@@ -223,16 +216,8 @@ impl Bench {
             Column::Raw => self.raw.exec(&self.raw_sandbox, program).await,
             Column::Fifo => self.bare.run(program).await,
             Column::Server => self.client.run(program).await,
-            Column::Package => {
-                let Some(package) = self.package.get() else { return Ok(None) };
-                let timing = package.exec(program).await;
-                return Ok(self.package.or_without(timing));
-            }
-            Column::Docker => {
-                let Some(docker) = self.docker.get() else { return Ok(None) };
-                let timing = docker.exec(program).await;
-                return Ok(self.docker.or_without(timing));
-            }
+            Column::Package => return Ok(self.package.ask(async |package| package.exec(program).await).await),
+            Column::Docker => return Ok(self.docker.ask(async |docker| docker.exec(program).await).await),
         };
         timing.map(Some).with_context(|| format!("{:?} by {}", program.code, column.title()))
     }
@@ -254,23 +239,11 @@ impl Bench {
         for sandbox in sandboxes {
             self.raw.remove(sandbox).await?;
         }
-        if let Some(package) = self.package.get() {
-            let before = pss_mib(&processes_under(&self.package_home, 0));
-            let kept = package.keep(count).await;
-            if self.package.or_without(kept).is_some() {
-                tokio::time::sleep(REST).await;
-                let after = pss_mib(&processes_under(&self.package_home, 0));
-                self.samples.add(Row::Memory, Column::Package, share(after - before, count));
-            }
+        if let Some(grown) = self.package.ask(async |package| grown_by(&self.package_home, count, package.keep(count)).await).await {
+            self.samples.add(Row::Memory, Column::Package, grown);
         }
-        if let Some(docker) = self.docker.get() {
-            let before = pss_mib(&processes_under(&self.docker_home, 0));
-            let kept = docker.keep(count).await;
-            if self.docker.or_without(kept).is_some() {
-                tokio::time::sleep(REST).await;
-                let after = pss_mib(&processes_under(&self.docker_home, 0));
-                self.samples.add(Row::Memory, Column::Docker, share(after - before, count));
-            }
+        if let Some(grown) = self.docker.ask(async |docker| grown_by(&self.docker_home, count, docker.keep(count)).await).await {
+            self.samples.add(Row::Memory, Column::Docker, grown);
         }
         Ok(())
     }
@@ -298,6 +271,15 @@ impl Bench {
             None => Ok(()),
         }
     }
+}
+
+/// What each of so many takes that are made by `keep`, under one directory.
+async fn grown_by(home: &Path, count: usize, keep: impl Future<Output = Result<()>>) -> Result<f64> {
+    let memory = || pss_mib(&processes_under(home, 0));
+    let before = memory();
+    keep.await?;
+    tokio::time::sleep(REST).await;
+    Ok(share(memory() - before, count))
 }
 
 /// Of each of so many idle sandboxes, and of the server for it.
