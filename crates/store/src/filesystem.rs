@@ -114,8 +114,7 @@ impl Volume {
         let at = ManifestAt::Filesystem { tenant: saved.tenant, name };
         let manifest = saved.manifest(at, About::Filesystem(Box::new(about)))?;
         let mode = if replace { PutMode::Overwrite } else { PutMode::Create };
-        let bytes = manifest.encode(self.key())?;
-        saved.intent.commit(self.put(&at.path(), bytes.into(), mode)).await?;
+        self.commit(saved, &manifest, mode).await?;
         Ok(manifest)
     }
 

@@ -47,8 +47,7 @@ impl Saver {
         let source = Source { name: file_name()?, path: path.to_owned() };
         let saved = self.save(Tenant::images(), &[source], &relatives.iter().collect::<Vec<_>>()).await?;
         let manifest = saved.manifest(at, About::Image {})?;
-        let encoded = manifest.encode(volume.key())?;
-        let put = saved.intent.commit(volume.put(&at.path(), encoded.into(), mode)).await;
+        let put = volume.commit(&saved, &manifest, mode).await;
         saved.finish().await;
         match put {
             Ok(()) => Ok(true),

@@ -9,6 +9,7 @@
 //!
 //! Each step is durable before the next begins. A process that dies between two leaves what the steps before made, and a reader never sees half a checkpoint.
 
+use object_store::PutMode;
 use sandboxer_protocol::SandboxId;
 
 use crate::contract::Contract;
@@ -52,7 +53,7 @@ impl Volume {
             let name = CheckpointName::after(last, now)
                 .ok_or_else(|| Error::Invalid(format!("no checkpoint of {sandbox_id} can come after {last:?}")))?;
             let manifest = saved.describe(ManifestAt::Checkpoint { sandbox_id, name }, contract.clone())?;
-            match saved.intent.commit(self.put_manifest(&manifest)).await {
+            match self.commit(saved, &manifest, PutMode::Create).await {
                 Ok(()) => return Ok(Prepared { sandbox_id, name, manifest }),
                 Err(Error::Exists { .. }) => last = Some(name),
                 Err(error) => return Err(error),
@@ -76,7 +77,12 @@ impl Volume {
     /// As [`Volume::prepare`]; [`Error::Exists`] if the id is taken.
     pub async fn put_snapshot(&self, saved: &Saved, contract: Contract, snapshot_id: SnapshotId) -> Result<Manifest> {
         let manifest = saved.describe(ManifestAt::Snapshot { snapshot_id }, contract)?;
-        saved.intent.commit(self.put_manifest(&manifest)).await?;
+        self.commit(saved, &manifest, PutMode::Create).await?;
         Ok(manifest)
+    }
+
+    /// Writes the manifest, by which what was saved counts.
+    pub(crate) async fn commit(&self, saved: &Saved, manifest: &Manifest, mode: PutMode) -> Result<()> {
+        saved.intent.commit(manifest.path(), manifest.encode(self.key())?.into(), mode).await
     }
 }

@@ -189,7 +189,7 @@ async fn of_a_killed_sandbox_nothing_is_left_but_what_its_copies_and_snapshots_n
     let (id, copy) = (here.create().await, here.create().await);
     let manifest = here.checkpoint(id, 1).await;
     here.volume.put_latest(id, CheckpointName::at(1).unwrap()).await.unwrap();
-    let again = here.saver(LONGEST).save_again(&manifest, &[]).await.unwrap();
+    let again = here.saver(Duration::from_secs(60)).save_again(&manifest, &[]).await.unwrap();
     assert_eq!((again.stats.written_bytes, again.stats.reused_bytes), (0, 1 << 20));
     let copied = here.publish(copy, again, false).await.unwrap();
     here.kill(id).await;
@@ -287,12 +287,12 @@ async fn what_is_gone_or_condemned_is_written_anew_for_a_copy() {
     let here = Here::new();
     let (id, copy) = (here.create().await, here.create().await);
     let sources = here.sources(1);
-    let saved = here.saver(LONGEST).save(Tenant::open(), &sources, &[]).await.unwrap();
+    let saved = here.saver(Duration::from_secs(60)).save(Tenant::open(), &sources, &[]).await.unwrap();
     let manifest = here.publish(id, saved, false).await.unwrap();
     here.kill(id).await;
     here.collect().await;
     assert!(here.below("packs").is_empty());
-    let again = here.saver(LONGEST).save_again(&manifest, &sources).await.unwrap();
+    let again = here.saver(Duration::from_secs(60)).save_again(&manifest, &sources).await.unwrap();
     assert!(again.stats.written_bytes > 0);
     let copied = here.publish(copy, again, false).await.unwrap();
     assert!(here.is_whole(&copied).await);
@@ -491,7 +491,16 @@ async fn a_background_collection_leaves_it_to_another_that_is_at_it() {
     let saved = here.save(2).await;
     here.kill(id).await;
     // One that never ends, as long as the writer is there.
-    let _ = tokio::time::timeout(Duration::from_millis(100), here.collector("other").collect()).await;
+    let other = here.collector("other");
+    let listed = async {
+        while here.below("collect/condemned").is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        done = other.collect() => panic!("a writer is there: {done:?}"),
+        () = listed => {}
+    }
     assert_eq!(here.below("collect/condemned").len(), 1);
     let collector = here.collector("c");
     assert!(collector.collect_unless_another_does().await.unwrap().left_to_another);
@@ -617,4 +626,37 @@ async fn of_many_instances_one_collects_in_a_period() {
         }
         assert!((1..=2).contains(&collected), "{collected} have collected");
     }
+}
+
+/// Dropped at whichever await it has got to after this many looks.
+async fn cut_off<T>(work: impl Future<Output = T>, looks: usize) -> bool {
+    let mut work = std::pin::pin!(work);
+    for _ in 0..looks {
+        if futures_util::poll!(&mut work).is_ready() {
+            return false;
+        }
+        tokio::time::sleep(Duration::from_micros(50)).await;
+    }
+    true
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_is_cut_off_in_the_middle_of_a_save_keeps_no_collector_waiting() {
+    let here = Here::new();
+    let id = here.create().await;
+    let (mut saves, mut commits) = (0, 0);
+    for round in 0..60 {
+        let (looks, sources) = (1 + round % 6, here.sources(round as u64));
+        saves += usize::from(cut_off(here.saver(Duration::from_secs(60)).save(Tenant::open(), &sources, &[]), looks).await);
+        let saved = here.save(1).await;
+        commits += usize::from(cut_off(here.volume.prepare(&saved, contract(id), None), looks).await);
+    }
+    assert!(saves >= 10 && commits >= 10, "{saves} {commits}");
+    // A minute and more before anybody is taken for dead.
+    let gone = async {
+        while !here.below("collect/intents").is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), gone).await.expect("nobody is at work any more");
 }

@@ -83,10 +83,11 @@ impl Attested {
                 Ok(()) => not_there(missing),
                 Err(fault) => fault,
             };
-            if begun.elapsed() + pause > self.patience {
+            let wait = pause.mul_f64(rand::random_range(0.5..1.5));
+            if begun.elapsed() + wait > self.patience {
                 return Err(fault);
             }
-            tokio::time::sleep(pause.mul_f64(rand::random_range(0.5..1.5))).await;
+            tokio::time::sleep(wait).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }

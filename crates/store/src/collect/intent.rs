@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use object_store::path::Path;
-use object_store::{ObjectStoreExt, PutMode};
+use object_store::{ObjectStoreExt, PutMode, PutPayload};
 use serde::{Deserialize, Serialize};
 
 use super::{CollectFaults, Condemned};
@@ -84,27 +84,24 @@ impl Writer {
     /// The volume can't be written or read.
     pub async fn begin(&self, volume: &Volume) -> Result<Intent> {
         let until = self.clock.now() + self.longest;
-        let name = self.clock.nonce();
-        let path = layout::intent(name);
+        let path = layout::intent(self.clock.nonce());
         let longest = u64::try_from(self.longest.as_millis()).unwrap_or(u64::MAX);
         let words = Words { by: self.by.clone(), timestamp: self.clock.unix_time().as_secs(), longest };
         let bytes = serde_json::to_vec(&words).map_err(|error| Error::Invalid(format!("{path}: {error}")))?;
-        let mut intent = Intent {
+        let said = Arc::new(Said {
             writer: self.clone(),
             volume: volume.clone(),
             path,
             until,
-            condemned: Arc::default(),
             committing: AtomicBool::new(false),
             over: AtomicBool::new(false),
-        };
+        });
         if !self.faults.says_nothing() {
-            volume.put(&intent.path, bytes.into(), PutMode::Create).await?;
+            let said = Arc::clone(&said);
+            to_its_end(async move { said.volume.put(&said.path, bytes.into(), PutMode::Create).await }).await?;
         }
-        if !self.faults.ignores_condemned() {
-            intent.condemned = Arc::new(Condemned::read(volume).await?);
-        }
-        Ok(intent)
+        let condemned = if self.faults.ignores_condemned() { Condemned::default() } else { Condemned::read(volume).await? };
+        Ok(Intent { said, condemned: Arc::new(condemned) })
     }
 }
 
@@ -114,15 +111,21 @@ impl fmt::Debug for Writer {
     }
 }
 
-/// A writer at work. When it is dropped the volume is told in the background, unless something may still be on its way there.
+/// A writer at work. When it is dropped the volume is told in the background, once nothing of it is on its way there any more.
 #[derive(Debug)]
 pub struct Intent {
+    said: Arc<Said>,
+    condemned: Arc<Condemned>,
+}
+
+/// What the volume was told. Whoever writes there in the writer's name holds it, so that the volume is told of the end behind the last of them.
+#[derive(Debug)]
+struct Said {
     writer: Writer,
     volume: Volume,
     path: Path,
     until: Moment,
-    condemned: Arc<Condemned>,
-    /// A manifest is on its way.
+    /// A manifest is on its way, or may be.
     committing: AtomicBool,
     over: AtomicBool,
 }
@@ -134,21 +137,37 @@ impl Intent {
         &self.condemned
     }
 
-    /// Makes what was written count, by `put`, if that is still allowed.
+    /// Makes what was written count, by putting `payload` at `path`, if that is still allowed. If this is dropped, it is put there or not, and the intent goes behind that.
+    /// What may replace something in a bucket is tried no longer than somebody waits for it: it could come behind what was put there later. Its intent is then left to be taken for dead.
     ///
     /// # Errors
-    /// [`Error::TookTooLong`], and nothing was put there; or those of `put`.
-    pub async fn commit<T>(&self, put: impl Future<Output = Result<T>>) -> Result<T> {
-        self.check().await?;
-        self.committing.store(true, Ordering::Release);
-        let done = put.await;
-        // A request that failed on its way may still arrive, except in a directory.
-        if self.volume.is_directory() || !matches!(done, Err(Error::Volume { .. })) {
-            self.committing.store(false, Ordering::Release);
-        }
-        done
+    /// [`Error::TookTooLong`], and nothing was put there; or those of the volume.
+    pub async fn commit(&self, path: Path, payload: PutPayload, mode: PutMode) -> Result<()> {
+        let said = Arc::clone(&self.said);
+        let goes_on = mode == PutMode::Create || said.volume.is_directory();
+        let put = async move {
+            said.check().await?;
+            said.committing.store(true, Ordering::Release);
+            let done = said.volume.put(&path, payload, mode).await;
+            // A request that failed on its way may still arrive, except in a directory.
+            if said.volume.is_directory() || !matches!(done, Err(Error::Volume { .. })) {
+                said.committing.store(false, Ordering::Release);
+            }
+            done
+        };
+        if goes_on { to_its_end(put).await } else { put.await }
     }
 
+    /// The manifest is there, or never will be.
+    pub async fn finish(self) {
+        if self.said.begin_to_end() {
+            // What can't be removed is taken for dead in time.
+            let _ = self.said.volume.store().delete(&self.said.path).await;
+        }
+    }
+}
+
+impl Said {
     async fn check(&self) -> Result<()> {
         if self.writer.faults.never_gives_up() || self.writer.faults.says_nothing() {
             return Ok(());
@@ -163,21 +182,13 @@ impl Intent {
         if self.writer.clock.now() < self.until { Ok(()) } else { Err(late()) }
     }
 
-    /// The manifest is there, or never will be.
-    pub async fn finish(self) {
-        if self.begin_to_end() {
-            // What can't be removed is taken for dead in time.
-            let _ = self.volume.store().delete(&self.path).await;
-        }
-    }
-
     /// Whether it is to be removed, which is said once.
     fn begin_to_end(&self) -> bool {
         !self.committing.load(Ordering::Acquire) && !self.over.swap(true, Ordering::AcqRel)
     }
 }
 
-impl Drop for Intent {
+impl Drop for Said {
     fn drop(&mut self) {
         if !self.begin_to_end() {
             return;
@@ -188,5 +199,14 @@ impl Drop for Intent {
                 let _ = volume.store().delete(&path).await;
             });
         }
+    }
+}
+
+/// Goes on when nobody waits for it any more: a write that was begun gets there, and whoever is told of the end is told behind it. Where there is no runtime, as in the
+/// simulator, it ends with its caller.
+async fn to_its_end<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 'static) -> Result<T> {
+    match tokio::runtime::Handle::try_current() {
+        Ok(runtime) => runtime.spawn(work).await.map_err(|_| Error::Interrupted).flatten(),
+        Err(_) => work.await,
     }
 }
