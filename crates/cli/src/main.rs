@@ -20,6 +20,7 @@ mod pages;
 mod passing;
 mod run;
 mod serve;
+mod serve_files;
 mod shell;
 mod store;
 mod terminal;
@@ -108,6 +109,9 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if let Some(done) = serve_files::if_asked_for() {
+        return done;
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {

@@ -16,6 +16,7 @@ use tokio::{
 };
 
 use crate::{
+    FileServer,
     command::{Checkpoint, Global, Restore, Run, State},
     control::{Control, ControlError},
 };
@@ -91,15 +92,31 @@ impl Runsc {
         self.spawn_detached(&run.files.global_arguments(), run.create_arguments(), stdin, stdout)
     }
 
-    /// Brings what was saved into a container that was made by [`Self::spawn_create`]. It runs when this returns.
+    /// Brings what was saved into a container that was made by [`Self::spawn_create`]. It runs when this returns. `files` is of use only to a sandbox that
+    /// can be spoken to ([`crate::Features::control_socket`]).
     ///
     /// # Errors
     /// It could not be restored.
-    pub async fn restore_into(&self, restore: &Restore, limit: Duration) -> Result<(), CallError> {
-        let directly = self.directly("restore", &restore.run.id, limit, async |control| control.restore(&restore.image).await);
+    pub async fn restore_into(&self, restore: &Restore, files: Option<FileServer>, limit: Duration) -> Result<(), CallError> {
+        let say = async |control: &mut Control| control.restore(&restore.image, files).await;
+        let directly = self.directly("restore", &restore.run.id, limit, say);
         match directly.await {
             Some(done) => done,
             None => self.call(restore.arguments(), limit).await.map(drop),
+        }
+    }
+
+    /// Waits until all memory of a sandbox is there that [`Self::restore_into`] brings.
+    ///
+    /// # Errors
+    /// It will not be.
+    pub async fn whole(&self, id: &str, limit: Duration) -> Result<(), CallError> {
+        const WHOLE: &str = "be whole";
+        match self.directly(WHOLE, id, limit, Control::whole).await {
+            Some(done) => done,
+            // The command returns when it is.
+            None if !self.global.features.control_socket => Ok(()),
+            None => Err(CallError::Control { command: WHOLE, why: "it is gone".to_owned() }),
         }
     }
 

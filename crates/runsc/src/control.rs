@@ -21,11 +21,15 @@ use tokio::{
     net::UnixStream,
 };
 
+use crate::FileServer;
+
 /// What a path of a socket may be long, with its end.
 const PATH_MAX: usize = 108;
 const MAX_ANSWER_BYTES: usize = 64 * 1024;
 /// The files of a checkpoint, in the order in which they are passed.
-const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", "pages.img"];
+pub(crate) const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", PAGES];
+/// What was in memory, and nothing else.
+pub(crate) const PAGES: &str = "pages.img";
 
 /// Why a call did not do what it was to do.
 #[derive(Debug, thiserror::Error)]
@@ -82,17 +86,31 @@ impl Control {
         self.call("containerManager.Checkpoint", argument, &files).await
     }
 
-    /// `runsc restore` into a container that was created and waits. It runs when this returns.
-    pub(crate) async fn restore(&mut self, from: &Path) -> Result<(), ControlError> {
-        let mut files = vec![File::open(from.join(FILES[0]))?];
-        if from.join(FILES[1]).exists() {
-            files.push(File::open(from.join(FILES[1]))?);
-            files.push(File::open(from.join(FILES[2]))?);
-        }
+    /// `runsc restore` into a container that was created and waits. It runs when this returns; with somebody who serves its files, its memory may still be on its way.
+    pub(crate) async fn restore(&mut self, from: &Path, files: Option<FileServer>) -> Result<(), ControlError> {
         self.call("containerManager.SetNetworkArgs", loopback(), &[]).await?;
-        let argument = json!({"HavePagesFile": files.len() > 1});
-        self.call("containerManager.Restore", argument, &files).await?;
+        // One that has died while it waited is nobody.
+        match files.and_then(|mut files| files.serve(from).ok().map(|()| files)) {
+            Some(files) => {
+                let argument = json!({"use_checkpoint_gofer": true, "Background": true});
+                self.call("containerManager.Restore", argument, std::slice::from_ref(&files.socket)).await?;
+            }
+            None => {
+                let mut files = vec![File::open(from.join(FILES[0]))?];
+                if from.join(FILES[1]).exists() {
+                    files.push(File::open(from.join(FILES[1]))?);
+                    files.push(File::open(from.join(FILES[2]))?);
+                }
+                let argument = json!({"HavePagesFile": files.len() > 1});
+                self.call("containerManager.Restore", argument, &files).await?;
+            }
+        }
         self.note_running().map_err(ControlError::Broken)
+    }
+
+    /// Waits until all memory of a sandbox that was restored is there. Refused: it never will be.
+    pub(crate) async fn whole(&mut self) -> Result<(), ControlError> {
+        self.call("containerManager.WaitRestore", Value::Null, &[]).await
     }
 
     async fn call(&mut self, method: &str, argument: Value, files: &[File]) -> Result<(), ControlError> {
@@ -226,7 +244,7 @@ mod tests {
         fs::write(&notes, r#"{"id":"x","status":"created","sandbox":{"pid":7,"restored":false}}"#).unwrap();
         let said = sandbox(dir.path(), "x", &[&["{\"success\":true}"], &["{\"success\":true}"]]);
         let mut control = Control::connect(dir.path(), "x").await.unwrap();
-        control.restore(&from).await.unwrap();
+        control.restore(&from, None).await.unwrap();
         drop(control);
         let said = said.join().unwrap();
         assert_eq!((said[0].0["method"].as_str(), said[0].1), (Some("containerManager.SetNetworkArgs"), 0));

@@ -10,9 +10,11 @@ mod call;
 mod command;
 mod control;
 mod find;
+mod served;
 mod spec;
 
 pub use call::{CallError, Runsc};
 pub use command::{Checkpoint, Files, Global, Restore, Run, State, Status};
 pub use find::{Features, FindError, OLDEST_VERSION, Version, find};
+pub use served::{FileServer, NotBrought, give_up_privileges, serve_files};
 pub use spec::{AGENT_PATH, SandboxSpec, SpecError};

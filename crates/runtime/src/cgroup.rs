@@ -202,6 +202,9 @@ pub(crate) struct SandboxCgroup {
 struct Setting {
     file: PathBuf,
     value: String,
+    /// What it is until all of the sandbox's memory is there; none: not set until then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    at_first: Option<String>,
     /// A kernel that does not have it does without.
     #[serde(default)]
     optional: bool,
@@ -213,11 +216,29 @@ impl SandboxCgroup {
         self.dirs.iter().try_for_each(|dir| write(&dir.join("cgroup.procs"), &pid.to_string()))
     }
 
+    /// Whether it counts the memory of those in it.
+    pub(crate) fn counts_memory(&self) -> bool {
+        self.dirs.iter().any(|dir| ["memory.max", "memory.limit_in_bytes"].iter().any(|file| dir.join(file).exists()))
+    }
+
+    /// Whether it limits the processor time of those in it, once the sandbox is up.
+    pub(crate) fn limits_cpu(&self) -> bool {
+        !self.once_up.is_empty()
+    }
+
+    /// Sets the limits that hold from when the sandbox is up until all of its memory is there: whoever brings that shares them, so it is a processor at least.
+    pub(crate) fn hold_at_first(&self) -> io::Result<()> {
+        self.once_up.iter().try_for_each(|setting| match &setting.at_first {
+            Some(value) => set(&setting.file, value),
+            None => Ok(()),
+        })
+    }
+
     /// Sets the limits that hold from when the sandbox is up.
     pub(crate) fn hold(&self) -> io::Result<()> {
-        self.once_up.iter().try_for_each(|setting| match write(&setting.file, &setting.value) {
+        self.once_up.iter().try_for_each(|setting| match set(&setting.file, &setting.value) {
             Err(_) if setting.optional => Ok(()),
-            written => written,
+            set => set,
         })
     }
 
@@ -274,17 +295,24 @@ fn limit_memory(dir: &Path, version: Version, bytes: Option<u64>) -> io::Result<
 }
 
 fn cpu_limit(dir: &Path, version: Version, resources: &HostResources) -> Vec<Setting> {
-    let setting = |file: &str, value: String, optional: bool| Setting { file: dir.join(file), value, optional };
+    let setting = |file: &str, value: String, at_first: Option<String>| {
+        // A kernel may be older than the burst.
+        let optional = at_first.is_none();
+        Setting { file: dir.join(file), value, at_first, optional }
+    };
     let quota = quota_us(resources);
+    let at_first = quota.max(CPU_PERIOD_US);
+    // The burst comes last: a quota below it is refused.
     match version {
         Version::V1 => vec![
-            setting("cpu.cfs_period_us", CPU_PERIOD_US.to_string(), false),
-            setting("cpu.cfs_quota_us", quota.to_string(), false),
-            setting("cpu.cfs_burst_us", quota.to_string(), true),
+            setting("cpu.cfs_period_us", CPU_PERIOD_US.to_string(), Some(CPU_PERIOD_US.to_string())),
+            setting("cpu.cfs_quota_us", quota.to_string(), Some(at_first.to_string())),
+            setting("cpu.cfs_burst_us", quota.to_string(), None),
         ],
-        Version::V2 => {
-            vec![setting("cpu.max", format!("{quota} {CPU_PERIOD_US}"), false), setting("cpu.max.burst", quota.to_string(), true)]
-        }
+        Version::V2 => vec![
+            setting("cpu.max", format!("{quota} {CPU_PERIOD_US}"), Some(format!("{at_first} {CPU_PERIOD_US}"))),
+            setting("cpu.max.burst", quota.to_string(), None),
+        ],
     }
 }
 
@@ -302,6 +330,14 @@ fn quota_us(resources: &HostResources) -> u64 {
 fn counts_kills(file: &Path) -> bool {
     let Ok(text) = fs::read_to_string(file) else { return false };
     text.lines().filter_map(|line| line.strip_prefix("oom_kill ")).any(|count| count.trim() != "0")
+}
+
+/// What can't be written need not be, if it is what is there: a server that may do less than the one before takes up its sandboxes all the same.
+fn set(file: &Path, value: &str) -> io::Result<()> {
+    write(file, value).or_else(|error| match fs::read_to_string(file) {
+        Ok(held) if held.trim() == value => Ok(()),
+        _ => Err(error),
+    })
 }
 
 /// Without creating the file: in a cgroup that would be an error that says nothing.
@@ -426,6 +462,49 @@ mod tests {
         // No burst here, as with an older kernel.
         cgroup.hold().unwrap();
         assert_eq!(fs::read_to_string(&max).unwrap(), "10000 20000");
+    }
+
+    #[test]
+    fn a_sandbox_whose_memory_is_on_its_way_has_one_processor_or_what_was_asked_for_if_that_is_more() {
+        for (cpus, at_first, then) in
+            [(0.1, "20000 20000", "2000 20000"), (1.0, "20000 20000", "20000 20000"), (3.0, "60000 20000", "60000 20000")]
+        {
+            let (dir, limits) = pretend("cpu\n");
+            let id = SandboxId::random();
+            let cgroup = limits.create(id, &HostResources { cpus: Some(cpus), ..HostResources::default() }).unwrap();
+            assert!(cgroup.limits_cpu());
+            let [max, burst] = ["cpu.max", "cpu.max.burst"].map(|file| dir.path().join(PARENT).join(id.to_string()).join(file));
+            fs::write(&max, "max 100000").unwrap();
+            fs::write(&burst, "0").unwrap();
+            cgroup.hold_at_first().unwrap();
+            // With a burst beside it, the kernel would take no lower limit.
+            assert_eq!((fs::read_to_string(&max).unwrap().as_str(), fs::read_to_string(&burst).unwrap().as_str()), (at_first, "0"));
+            fs::write(&max, "").unwrap();
+            cgroup.hold().unwrap();
+            assert_eq!(fs::read_to_string(&max).unwrap(), then);
+            assert_eq!(then.split(' ').next(), Some(fs::read_to_string(&burst).unwrap().as_str()));
+        }
+        assert!(!SandboxCgroup::default().limits_cpu());
+    }
+
+    #[test]
+    fn a_limit_that_is_held_need_not_be_written_and_another_one_is_an_error() {
+        // Nobody may write this one, root neither.
+        let setting =
+            |value: &str| Setting { file: "/proc/sys/kernel/ostype".into(), value: value.to_owned(), at_first: None, optional: false };
+        let cgroup = |value| SandboxCgroup { once_up: vec![setting(value)], ..SandboxCgroup::default() };
+        cgroup("Linux").hold().unwrap();
+        assert!(cgroup("Minix").hold().is_err());
+    }
+
+    #[test]
+    fn the_limit_that_an_older_server_wrote_down_is_held() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("cpu.max");
+        fs::write(&file, "max").unwrap();
+        let older = format!(r#"{{"dirs":[],"once_up":[{{"file":"{}","value":"10000 20000"}}]}}"#, file.display());
+        serde_json::from_str::<SandboxCgroup>(&older).unwrap().hold().unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "10000 20000");
     }
 
     #[test]

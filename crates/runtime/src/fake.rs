@@ -22,7 +22,7 @@ use tokio::{
 };
 
 use self::agent::{Agent, Order};
-use crate::{AfterSave, BoxFuture, End, Ended, Instance, Launch, Runtime, RuntimeError};
+use crate::{AfterSave, BoxFuture, End, Ended, Instance, Launch, NotWhole, Runtime, RuntimeError};
 
 /// As large as the real FIFOs.
 const PIPE_BYTES: usize = 1024 * 1024;
@@ -36,6 +36,12 @@ pub enum Fault {
     Checkpoint,
     Remove,
     TakeUp,
+    /// What a sandbox was restored from can't be read: it fails with that.
+    Unreadable,
+    /// It fails before all of its memory is there.
+    NotWhole,
+    /// Its memory never comes, and nobody is told.
+    NeverWhole,
 }
 
 /// How often it fails.
@@ -261,6 +267,23 @@ impl Runtime for FakeRuntime {
             let agent = Agent::load(from, &launch.config)?;
             let waiting = self.waiting().remove(&launch.id).ok_or(RuntimeError::NotFound)?;
             waiting.send(agent).map_err(|_| RuntimeError::NotFound)
+        })
+    }
+
+    fn whole<'a>(&'a self, id: SandboxId, _dir: &'a Path) -> BoxFuture<'a, Result<(), NotWhole>> {
+        Box::pin(async move {
+            if let Some(why) = self.fault(Fault::Unreadable) {
+                self.end_from_outside(id, End::Failed(why.clone())).await;
+                return Err(NotWhole::Unreadable(why));
+            }
+            if let Some(why) = self.fault(Fault::NotWhole) {
+                self.end_from_outside(id, End::Failed(why)).await;
+                return Err(NotWhole::Ended);
+            }
+            if self.fault(Fault::NeverWhole).is_some() {
+                std::future::pending::<()>().await;
+            }
+            if self.find(id).is_ok() { Ok(()) } else { Err(NotWhole::Ended) }
         })
     }
 

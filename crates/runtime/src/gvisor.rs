@@ -1,7 +1,8 @@
 //! Sandboxes by gVisor's runsc.
 //!
 //! What is in a sandbox's directory: the FIFOs (`fifo`), the bundle (`config.json` and an empty `rootfs`), `pid`, `runtime.json`
-//! (`record`), `runsc.log` and `panic.log` (empty unless something failed), `boot.log` (after a failed start only).
+//! (`record`), `runsc.log`, `panic.log` and, until all of its memory is there, `serve-files.log` (empty unless something failed), `boot.log`
+//! (after a failed start only).
 //!
 //! ## Starting
 //! runsc opens its boot log before it does anything else, the boot log is a FIFO, and opening a FIFO waits for its reader. So runsc
@@ -22,16 +23,16 @@ use std::{
 };
 
 use sandboxer_protocol::{SandboxId, agent::AgentConfig};
-use sandboxer_runsc::{CallError, Features, Files, FindError, Global, Restore, Run, Runsc, SandboxSpec, Status};
+use sandboxer_runsc::{CallError, Features, FileServer, Files, FindError, Global, NotBrought, Restore, Run, Runsc, SandboxSpec, Status};
 use tokio::{sync::watch as channel, time::timeout};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::watch::{Started, Starting, Watch};
 use crate::{
-    AfterSave, BoxFuture, Ended, HostLimits, Instance, Launch, Runtime, RuntimeError,
+    AfterSave, BoxFuture, Ended, HostLimits, Instance, Launch, NotWhole, Runtime, RuntimeError,
     cgroup::SandboxCgroup,
     fifo,
-    process::{Process, is_gone, processes_of},
+    process::{Process, file_servers_of, hurry, is_gone, processes_of},
     record::{Phase, Record},
 };
 
@@ -39,6 +40,12 @@ use crate::{
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// How long `runsc run` may take; a loaded machine needs seconds.
 const START_LIMIT: Duration = Duration::from_secs(60);
+/// How long a sandbox that runs may take until all of its memory is there.
+const WHOLE_LIMIT: Duration = Duration::from_secs(300);
+/// Until then it has a processor at least, which it shares with whoever brings it, but no longer than this.
+const BRINGING_LIMIT: Duration = Duration::from_secs(60);
+/// Whoever has brought all of it ends by itself, unless the sandbox keeps it.
+const BROUGHT_GRACE: Duration = Duration::from_secs(30);
 /// How long a killed process may take to be gone.
 const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// How long a start that is under way may go on when its sandbox is to be removed.
@@ -63,6 +70,8 @@ pub struct GvisorOptions {
     /// Where runsc keeps its state. Private, on a local file system, the same after a restart.
     pub state_dir: PathBuf,
     pub limits: HostLimits,
+    /// A program and its arguments that calls [`sandboxer_runsc::serve_files`]; without it gVisor reads what it restores by itself.
+    pub file_server: Option<(PathBuf, &'static [&'static str])>,
 }
 
 /// Sandboxes by gVisor. It lets go of all of them when dropped; they go on.
@@ -70,10 +79,14 @@ pub struct GvisorRuntime {
     runsc: Runsc,
     state_dir: PathBuf,
     limits: HostLimits,
+    file_server: Option<(PathBuf, &'static [&'static str])>,
     known: Mutex<HashMap<SandboxId, Known>>,
     tasks: TaskTracker,
     let_go: CancellationToken,
 }
+
+/// Waits with a container for what is restored into it.
+type Waiting = Arc<Mutex<Option<FileServer>>>;
 
 /// A sandbox that a task of ours watches.
 #[derive(Clone)]
@@ -82,6 +95,11 @@ struct Known {
     started: channel::Receiver<Started>,
     /// Gives up a start that takes too long.
     give_up: CancellationToken,
+    files: Waiting,
+    /// Ends whoever brings its memory, or waits for that.
+    no_files: CancellationToken,
+    /// Follows that one. Closed, so that it can be waited for.
+    bringing: TaskTracker,
 }
 
 impl GvisorRuntime {
@@ -97,6 +115,7 @@ impl GvisorRuntime {
         Ok(Self {
             runsc,
             limits: options.limits.of_instance(&state_dir),
+            file_server: options.file_server,
             state_dir,
             known: Mutex::default(),
             tasks: TaskTracker::new(),
@@ -158,7 +177,11 @@ impl GvisorRuntime {
             }
         };
         let starting = if matches!(how, How::Create) { Starting::Container } else { Starting::Sandbox };
-        let ended = self.watch(launch.id, |watch| watch.start(dir.to_owned(), cgroup, child, boot_log, starting));
+        let ended = self.watch(launch.id, |watch| watch.start(dir.to_owned(), cgroup.clone(), child, boot_log, starting));
+        let known = self.known().get(&launch.id).cloned();
+        if let (How::Create, Some(known)) = (how, known) {
+            *known.files.lock().unwrap_or_else(PoisonError::into_inner) = self.start_file_server(dir, &cgroup, &known);
+        }
         Ok(Instance { from_agent: Box::new(ends.from_agent), to_agent: Box::new(ends.to_agent), ended })
     }
 
@@ -168,8 +191,107 @@ impl GvisorRuntime {
         // It may have been made for another: what it may use is what is asked for now, and memory before it is filled.
         let cgroup = self.limits.create(launch.id, &launch.resources).map_err(|error| failed(error.to_string()))?;
         let restore = Restore { run: run_of(launch), image: from.to_owned() };
-        self.runsc.restore_into(&restore, START_LIMIT).await.map_err(|error| refused(RESTORE, &error))?;
-        watch::settle(&launch.dir, &cgroup, &process).map_err(|error| failed(error.to_string()))
+        let known = self.known().get(&launch.id).cloned();
+        let files = known.as_ref().and_then(|known| {
+            let waiting = known.files.lock().unwrap_or_else(PoisonError::into_inner).take();
+            waiting.or_else(|| self.start_file_server(&launch.dir, &cgroup, known))
+        });
+        let known = known.filter(|_| files.is_some());
+        self.runsc.restore_into(&restore, files, START_LIMIT).await.map_err(|error| refused(RESTORE, &error))?;
+        let held = if known.is_some() { cgroup.hold_at_first() } else { cgroup.hold() };
+        let running = held.and_then(|()| watch::note_running(&launch.dir, &cgroup, &process));
+        running.map_err(|error| failed(error.to_string()))?;
+        match known {
+            Some(known) => self.accompany(launch, cgroup, process, known),
+            // Whoever could not be used has nothing to say.
+            None => NotBrought::forget(&launch.dir),
+        }
+        Ok(())
+    }
+
+    /// Sees to it that a sandbox whose memory is still on its way gets its limit of processor time when that is there, and that whoever brought it goes.
+    fn accompany(&self, launch: &Launch, cgroup: SandboxCgroup, process: Arc<Process>, known: Known) {
+        let (runsc, id, dir, let_go) = (self.runsc.clone(), launch.id.to_string(), launch.dir.clone(), self.let_go.clone());
+        self.tasks.spawn(async move {
+            let coming = async {
+                let whole = runsc.whole(&id, WHOLE_LIMIT);
+                tokio::pin!(whole);
+                let in_time = timeout(BRINGING_LIMIT, &mut whole).await;
+                if cgroup.hold().is_err() {
+                    // Nobody has more than was asked for: it goes as it would have gone had this been seen before.
+                    process.kill();
+                }
+                let whole = match in_time {
+                    Ok(whole) => whole,
+                    Err(_) => whole.await,
+                };
+                if whole.is_ok() {
+                    let _ = timeout(BROUGHT_GRACE, known.bringing.wait()).await;
+                    known.no_files.cancel();
+                    NotBrought::forget(&dir);
+                }
+            };
+            // The next server does all of it when it takes it up.
+            let_go.run_until_cancelled(coming).await;
+        });
+    }
+
+    /// Likewise for whoever an earlier server started, and who may still be at it. The limit holds already.
+    fn accompany_again(&self, id: SandboxId, dir: &Path, no_files: CancellationToken) {
+        if !NotBrought::is_possible(dir) {
+            return;
+        }
+        let (runsc, id, dir, let_go) = (self.runsc.clone(), id.to_string(), dir.to_owned(), self.let_go.clone());
+        self.tasks.spawn(async move {
+            let bringing = file_servers_of(&dir);
+            let coming = async {
+                if runsc.whole(&id, WHOLE_LIMIT).await.is_err() {
+                    // It goes with the sandbox.
+                    return std::future::pending().await;
+                }
+                let gone = async {
+                    for process in &bringing {
+                        process.ended().await;
+                    }
+                };
+                let _ = timeout(BROUGHT_GRACE, gone).await;
+                NotBrought::forget(&dir);
+            };
+            let until = async {
+                tokio::select! {
+                    () = coming => {}
+                    () = no_files.cancelled() => {}
+                }
+                bringing.iter().for_each(Process::kill);
+            };
+            let_go.run_until_cancelled(until).await;
+        });
+    }
+
+    /// Somebody who brings a sandbox its memory, counted as the sandbox's. Without one it is restored too: where no cgroup counts, since what is written into a sandbox's
+    /// memory and not touched yet is not among what its process is seen to have.
+    fn start_file_server(&self, dir: &Path, cgroup: &SandboxCgroup, known: &Known) -> Option<FileServer> {
+        let (program, arguments) = self.file_server.as_ref().filter(|_| self.features().control_socket && cgroup.counts_memory())?;
+        let (files, mut process) = FileServer::start(program, arguments, dir).ok()?;
+        // Otherwise it ends unused.
+        let joined = process.id().is_some_and(|pid| cgroup.join(pid).is_ok());
+        if let Some(pid) = process.id().filter(|_| joined && cgroup.limits_cpu()) {
+            // What it takes the sandbox has less: the more of that wants a processor, the longer all of it would wait for its memory.
+            hurry(pid);
+        }
+        let (no_files, let_go, dir) = (known.no_files.clone(), self.let_go.clone(), dir.to_owned());
+        known.bringing.spawn(async move {
+            tokio::select! {
+                status = process.wait() => match status {
+                    Ok(status) if !status.success() => NotBrought::note_end(&dir, &status.to_string()),
+                    _ => {}
+                },
+                () = no_files.cancelled() => drop(process.kill().await),
+                // It goes on, as the sandbox does.
+                () = let_go.cancelled() => {}
+            }
+        });
+        joined.then_some(files)
     }
 
     async fn created_process(&self, id: SandboxId) -> Result<Arc<Process>, RuntimeError> {
@@ -194,9 +316,12 @@ impl GvisorRuntime {
     {
         let (sender, ended) = Ended::channel();
         let (started_sender, started) = channel::channel(Started::NotYet);
-        let give_up = CancellationToken::new();
-        let watch = Watch { ended: sender, started: started_sender, give_up: give_up.clone() };
-        self.known().insert(id, Known { ended: ended.clone(), started, give_up });
+        let (give_up, no_files, bringing) = (CancellationToken::new(), CancellationToken::new(), TaskTracker::new());
+        bringing.close();
+        let known = Known { ended: ended.clone(), started, give_up, files: Waiting::default(), no_files, bringing };
+        let Known { give_up, files, bringing, .. } = known.clone();
+        let watch = Watch { ended: sender, started: started_sender, give_up, files, bringing };
+        self.known().insert(id, known);
         let work = task(watch);
         let let_go = self.let_go.clone();
         self.tasks.spawn(async move {
@@ -212,7 +337,11 @@ impl GvisorRuntime {
             None => {
                 let (process, cgroup) = self.find(id, dir).await?;
                 save::finish_interrupted(&self.runsc, id, dir).await?;
-                self.watch(id, |watch| watch.follow(dir.to_owned(), cgroup, Arc::new(process)))
+                let ended = self.watch(id, |watch| watch.follow(dir.to_owned(), cgroup, Arc::new(process)));
+                if let Some(known) = self.known().get(&id) {
+                    self.accompany_again(id, dir, known.no_files.clone());
+                }
+                ended
             }
         };
         if ended.now().is_some() {
@@ -233,6 +362,10 @@ impl GvisorRuntime {
         match record {
             Some(Record { phase: Phase::Running, process, .. }) => {
                 let found = Process::find(&process).map_err(unavailable(dir))?;
+                if found.is_some() {
+                    // The server before may have gone when all of its memory was not there yet.
+                    cgroup.hold().map_err(unavailable(dir))?;
+                }
                 return found.map(|process| (process, cgroup)).ok_or(RuntimeError::NotFound);
             }
             Some(Record { phase: Phase::Starting, process, .. }) => {
@@ -265,7 +398,12 @@ impl GvisorRuntime {
         let name = id.to_string();
         let known = self.known().get(&id).cloned();
         match known {
-            Some(known) => self.end_known(&known, &name, dir).await.map_err(failed)?,
+            Some(known) => {
+                let ended = self.end_known(&known, &name, dir).await;
+                // Whoever is in its cgroup keeps that from being removed. After the sandbox, which is not to end for want of its memory.
+                known.no_files.cancel();
+                ended.map_err(failed)?;
+            }
             None => end_unknown(&name, dir).await.map_err(failed)?,
         }
         let deleted = match self.runsc.delete_force(&name, CALL_LIMIT).await {
@@ -346,6 +484,17 @@ impl Runtime for GvisorRuntime {
         Box::pin(self.fill(launch, from))
     }
 
+    fn whole<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), NotWhole>> {
+        Box::pin(async move {
+            match (self.runsc.whole(&id.to_string(), WHOLE_LIMIT).await, NotBrought::of(dir)) {
+                (Ok(()), _) => Ok(()),
+                (Err(_), Some(why)) if why.unreadable => Err(NotWhole::Unreadable(watch::not_whole(&why))),
+                (Err(CallError::TimedOut { limit, .. }), _) => Err(NotWhole::TooLate(limit)),
+                (Err(_), _) => Err(NotWhole::Ended),
+            }
+        })
+    }
+
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
         Box::pin(save::freeze(&self.runsc, id, dir))
     }
@@ -363,17 +512,16 @@ async fn end_unknown(name: &str, dir: &Path) -> Result<(), String> {
     let unsure = |error: io::Error| format!("its process can't be found out: {error}");
     let record = Record::read(dir).map_err(unsure)?.filter(|record| record.phase == Phase::Running);
     let process = record.map(|record| Process::find(&record.process)).transpose().map_err(unsure)?.flatten();
-    let Some(process) = process else {
-        kill_by_name(name, dir).await;
-        return Ok(());
-    };
-    process.kill();
-    timeout(KILL_LIMIT, process.ended()).await.map_err(|_| "its process does not end".to_owned())?;
-    process.reap();
+    if let Some(process) = process {
+        process.kill();
+        timeout(KILL_LIMIT, process.ended()).await.map_err(|_| "its process does not end".to_owned())?;
+        process.reap();
+    }
+    kill_by_name(name, dir).await;
     Ok(())
 }
 
-/// Ends what a start that was cut off may have left: runsc itself, and the sandbox's process.
+/// Ends what a start that was cut off may have left, runsc itself and the sandbox's process, and whoever brings it its memory.
 async fn kill_by_name(name: &str, dir: &Path) {
     for process in processes_of(name, dir) {
         process.kill();

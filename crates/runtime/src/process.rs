@@ -10,6 +10,9 @@ use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStat
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
 
+/// The highest priority there is of those that wait for each other at all.
+const FIRST_OF_ALL: i32 = -20;
+
 /// What a process is: its number and when it started, so that a number used again is not mistaken for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
@@ -106,6 +109,13 @@ fn end_of(status: &WaitIdStatus) -> ProcessEnd {
     }
 }
 
+/// Has a process that was just started, and all threads that it starts, come before others of its cgroup. Where that is not allowed it comes like them.
+pub(crate) fn hurry(pid: u32) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        rustix::process::setpriority_process(Some(pid), FIRST_OF_ALL).ok();
+    }
+}
+
 /// Makes this process the one that gets orphaned descendants, so that a sandbox whose `runsc run` ended is its child: ending one then
 /// takes milliseconds, and its end has a status. Once, in `main`.
 ///
@@ -126,20 +136,40 @@ fn boot_id() -> io::Result<String> {
     Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
 }
 
-/// Every process of runsc that serves this container, found by its command line: for those of a start that was cut off before
-/// anything was written down.
+/// Every process of runsc that serves this container, and whoever brings it its memory, found by their command lines: for those of a start that was cut
+/// off before anything was written down, and for whom an earlier server started.
 pub(crate) fn processes_of(container: &str, bundle: &Path) -> Vec<Process> {
+    processes_called(|line| serves(line, container, bundle))
+}
+
+/// Whoever brings the sandbox with this directory its memory, or waits to.
+pub(crate) fn file_servers_of(bundle: &Path) -> Vec<Process> {
+    processes_called(|line| brings(line, bundle))
+}
+
+fn processes_called(wanted: impl Fn(&[u8]) -> bool) -> Vec<Process> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     entries
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
-        .filter(|pid| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| serves(&line, container, bundle)))
+        .filter(|pid| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| wanted(&line)))
         .filter_map(|pid| Process::open(pid).ok())
         .collect()
 }
 
+fn words(command_line: &[u8]) -> impl Iterator<Item = &[u8]> {
+    command_line.strip_suffix(b"\0").unwrap_or(command_line).split(|byte| *byte == 0)
+}
+
+fn brings(command_line: &[u8], bundle: &Path) -> bool {
+    words(command_line).skip(1).eq([b"serve-files", bundle.as_os_str().as_encoded_bytes()])
+}
+
 fn serves(command_line: &[u8], container: &str, bundle: &Path) -> bool {
-    let mut arguments = command_line.strip_suffix(b"\0").unwrap_or(command_line).split(|byte| *byte == 0);
+    if brings(command_line, bundle) {
+        return true;
+    }
+    let mut arguments = words(command_line);
     let runsc = arguments.next().is_some_and(|name| name.starts_with(b"runsc-") || name.ends_with(b"/runsc"));
     let bundle = bundle.as_os_str().as_encoded_bytes();
     let mut named = false;
@@ -179,5 +209,8 @@ mod tests {
         assert!(serves(b"/x/runsc\0run\0-bundle=/d/abc\0abc\0", id, bundle));
         assert!(!serves(b"/x/runsc\0run\0-bundle=/d/abcd\0abcd\0", id, bundle));
         assert!(!serves(b"less\0-bundle=/d/abc\0abc\0", id, bundle));
+        let helper: &[u8] = b"/proc/self/exe\0serve-files\0/d/abc\0";
+        assert!(serves(helper, id, bundle) && brings(helper, bundle));
+        assert!(!brings(helper, Path::new("/d/ab")) && !brings(b"/x/runsc\0run\0-bundle=/d/abc\0abc\0", bundle));
     }
 }

@@ -3,6 +3,7 @@
 use std::{
     path::{Path, PathBuf},
     pin::Pin,
+    time::Duration,
 };
 
 use sandboxer_protocol::{SandboxId, agent::AgentConfig};
@@ -77,6 +78,20 @@ pub enum RuntimeError {
     Failed { what: &'static str, why: String },
 }
 
+/// Why not all of a sandbox is there that was restored.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum NotWhole {
+    /// What it was restored from can't be read, whatever the sandbox does.
+    #[error("{0}")]
+    Unreadable(String),
+    /// Why is told by its `ended`.
+    #[error("it ended before all of its memory was there")]
+    Ended,
+    /// It may come yet.
+    #[error("not all of its memory was there within {} s", .0.as_secs())]
+    TooLate(Duration),
+}
+
 /// Starts, saves, restores and ends sandboxes.
 ///
 /// Futures are not cancel-safe unless they say so: after dropping one of `start` or `restore`, call `remove`.
@@ -102,8 +117,11 @@ pub trait Runtime: Send + Sync + 'static {
     /// Waits until a container that `create` began is there.
     fn created(&self, id: SandboxId) -> BoxFuture<'_, Result<(), RuntimeError>>;
 
-    /// Goes on with a restore that `create` began.
+    /// Goes on with a restore that `create` began. It runs when this returns, and its memory may still be on its way: see `whole`.
     fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;
+
+    /// Waits until all of a sandbox is there that was restored in this directory. For whoever is about to give up what it was restored in place of. Cancel-safe.
+    fn whole<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), NotWhole>>;
 
     /// Freezes the sandbox.
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>>;

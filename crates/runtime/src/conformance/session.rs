@@ -144,6 +144,7 @@ impl Session {
             id: ExecutionId::random(),
             language: Language::Bash,
             env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned()), ("HOME".to_owned(), "/root".to_owned())]),
+            only_here: Default::default(),
             cwd: "/root".to_owned(),
             stdin: true,
             tty: None,

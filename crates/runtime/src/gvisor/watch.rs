@@ -5,9 +5,11 @@ mod growth;
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, PoisonError},
+    time::Duration,
 };
 
+use sandboxer_runsc::NotBrought;
 use tokio::{
     io::AsyncReadExt,
     net::unix::pipe,
@@ -15,9 +17,9 @@ use tokio::{
     sync::watch as channel,
     time::{Instant, sleep_until, timeout},
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use super::{KILL_LIMIT, START_LIMIT, panic_log, pid_file};
+use super::{KILL_LIMIT, START_LIMIT, Waiting, panic_log, pid_file};
 use crate::{
     End, EndedSender,
     cgroup::SandboxCgroup,
@@ -27,6 +29,8 @@ use crate::{
 
 /// The end of the boot log that is kept of a failed start.
 const BOOT_LOG_BYTES: usize = 64 * 1024;
+/// How long whoever brings memory may take to follow its sandbox, before that is told to have ended.
+const NOTED_WITHIN: Duration = Duration::from_secs(1);
 /// What of a log goes into a text for people.
 const SHOWN_BYTES: usize = 2 * 1024;
 
@@ -51,6 +55,9 @@ pub(super) struct Watch {
     pub(super) ended: EndedSender,
     pub(super) started: channel::Sender<Started>,
     pub(super) give_up: CancellationToken,
+    /// Whoever waits to bring it its memory, and who follows that one and notes how it ended.
+    pub(super) files: Waiting,
+    pub(super) bringing: TaskTracker,
 }
 
 impl Watch {
@@ -77,6 +84,9 @@ impl Watch {
             }
         };
         let end = process.reap();
+        // Whoever brings it its memory goes with it, unless it went first: then that is why.
+        drop(self.files.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let _ = timeout(NOTED_WITHIN, self.bringing.wait()).await;
         self.ended.tell(if outgrew { End::OutOfMemory } else { why_ended(end, &dir, &cgroup) });
     }
 }
@@ -126,14 +136,21 @@ fn take_over(dir: &Path, cgroup: &SandboxCgroup, what: Starting) -> io::Result<P
 }
 
 /// It runs: its limits hold, and which process it is is written down for the next server.
-pub(super) fn settle(dir: &Path, cgroup: &SandboxCgroup, process: &Process) -> io::Result<()> {
+fn settle(dir: &Path, cgroup: &SandboxCgroup, process: &Process) -> io::Result<()> {
     cgroup.hold()?;
+    note_running(dir, cgroup, process)
+}
+
+pub(super) fn note_running(dir: &Path, cgroup: &SandboxCgroup, process: &Process) -> io::Result<()> {
     Record::new(Phase::Running, process.identity().clone(), cgroup.clone()).write(dir)
 }
 
 fn why_ended(end: ProcessEnd, dir: &Path, cgroup: &SandboxCgroup) -> End {
     if cgroup.ran_out_of_memory() {
         return End::OutOfMemory;
+    }
+    if let Some(not_brought) = NotBrought::of(dir) {
+        return End::Failed(not_whole(&not_brought));
     }
     let panic = last_words(&panic_log(dir));
     match end {
@@ -143,6 +160,10 @@ fn why_ended(end: ProcessEnd, dir: &Path, cgroup: &SandboxCgroup) -> End {
         ProcessEnd::Signalled(signal) => End::Failed(format!("gVisor ended by signal {signal}")),
         ProcessEnd::Exited(_) => End::Exited,
     }
+}
+
+pub(super) fn not_whole(not_brought: &NotBrought) -> String {
+    format!("what was saved of it could not be brought whole: {}", not_brought.why)
 }
 
 /// What runsc itself gives as the reason.

@@ -25,7 +25,8 @@ impl Gvisor {
     pub(crate) async fn below(path: &str) -> Self {
         sandboxer_runtime::become_subreaper().unwrap();
         let state = tempfile::tempdir().unwrap();
-        let options = GvisorOptions { runsc: runsc(), state_dir: state.path().join(path).join("runsc"), limits: limits() };
+        let options =
+            GvisorOptions { runsc: runsc(), state_dir: state.path().join(path).join("runsc"), limits: limits(), file_server: None };
         let runtime = GvisorRuntime::open(options.clone()).await.unwrap();
         Self { runtime, options, image: image(), _state: state }
     }

@@ -16,7 +16,7 @@ const KERNEL_BYTES: u64 = 256 << 20;
 
 /// Ends when the sandbox has more than it may have; never where that is not for us to see to.
 pub(super) async fn too_large(pid: i32, dir: &Path, cgroup: &SandboxCgroup) {
-    let bound = if *cgroup == SandboxCgroup::default() { memory_bytes(dir) } else { None };
+    let bound = if cgroup.counts_memory() { None } else { memory_bytes(dir) };
     let Some(bound) = bound else { return std::future::pending().await };
     let mut looks = tokio::time::interval(EVERY);
     looks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
