@@ -2,9 +2,8 @@
 //!
 //! ```text
 //! /            the agent and init: never limited, never killed
-//! /user        pids.max
-//! /user/exec-N one execution with all that descends from it, background processes included
-//! /spare       interpreters that wait for an execution; no more than may wait, whatever one of them is made to start
+//! /user        pids.max, and as many more as interpreters wait
+//! /user/exec-N one execution with all that descends from it, background processes included; or the interpreter that waits for it
 //! ```
 //!
 //! A program is put into its group before it starts, by itself; it can't leave, since it has no way to this file system.
@@ -22,15 +21,12 @@ const MOUNT: &str = "/sandboxer/cgroup";
 
 #[derive(Debug)]
 pub(crate) struct Groups {
-    limits_pids: bool,
+    /// Of the user; none: it is not limited.
+    pids: Option<u32>,
 }
 
 fn user() -> PathBuf {
     PathBuf::from(MOUNT).join("user")
-}
-
-fn spare() -> PathBuf {
-    PathBuf::from(MOUNT).join("spare")
 }
 
 fn group(serial: Serial) -> PathBuf {
@@ -48,12 +44,17 @@ impl Groups {
             return None;
         }
         fs::create_dir(user()).ok()?;
-        let limits_pids = pids.is_some_and(|pids| fs::write(user().join("pids.max"), pids.to_string()).is_ok());
-        Some(Self { limits_pids })
+        let groups = Self { pids };
+        Some(Self { pids: pids.filter(|_| groups.allow(0).is_ok()) })
     }
 
     pub(crate) fn limits_pids(&self) -> bool {
-        self.limits_pids
+        self.pids.is_some()
+    }
+
+    /// Lets there be so many processes beside those of the user.
+    pub(crate) fn allow(&self, more: u32) -> io::Result<()> {
+        self.pids.map_or(Ok(()), |pids| fs::write(user().join("pids.max"), pids.saturating_add(more).to_string()))
     }
 
     /// Makes the group of an execution; whoever writes `0` to the file joins it.
@@ -62,22 +63,6 @@ impl Groups {
         // Never one that is there already: the processes in it would be another execution's.
         fs::create_dir(&path)?;
         OpenOptions::new().write(true).open(path.join("cgroup.procs"))
-    }
-
-    /// The group of interpreters that wait, made if it is not there yet.
-    pub(crate) fn join_spares(&self, at_most: usize) -> io::Result<File> {
-        if !spare().exists() {
-            fs::create_dir(spare())?;
-        }
-        if self.limits_pids {
-            fs::write(spare().join("pids.max"), at_most.to_string())?;
-        }
-        OpenOptions::new().write(true).open(spare().join("cgroup.procs"))
-    }
-
-    /// The interpreters that wait, by the agent's numbers.
-    pub(crate) fn spares(&self) -> Vec<i32> {
-        read_pids(&spare().join("cgroup.procs"))
     }
 
     /// The processes of an execution, by the agent's numbers.

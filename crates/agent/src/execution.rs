@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::{self, IoSliceMut, Read, Write},
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::Instant,
 };
 
@@ -11,7 +11,7 @@ use bytes::Bytes;
 use sandboxer_agent::{flow::Flow, input::Input, window::Window};
 use sandboxer_protocol::{
     ExecutionId,
-    agent::{AgentConfig, DetachedOutput, ExecSpec, ExecState, ExecutionNumber, Exit, ExitCause, PerStream, Stream, ToAgent},
+    agent::{AgentConfig, DetachedOutput, ExecSpec, ExecState, ExecutionNumber, Exit, ExitCause, FromAgent, PerStream, Stream, ToAgent},
 };
 
 use crate::{ipc::Serial, sys};
@@ -65,7 +65,15 @@ pub(crate) struct Execution {
     /// Where input goes; with a terminal that is the source of its output.
     pub(crate) sink: Option<File>,
     pub(crate) sink_writable: bool,
+    /// It is watched for room: only once there was none.
+    sink_watched: bool,
+    /// How much went there.
+    pub(crate) fed: usize,
     end_sent: bool,
+    /// It was said to run, or will be.
+    pub(crate) announced: bool,
+    /// What says so, and when at the latest: before its first output in any case, and with that if it comes soon.
+    pub(crate) announcement: Option<(Instant, FromAgent)>,
     /// What was asked for before it was there.
     pub(crate) early: Vec<ToAgent>,
     /// It was killed for its use of memory.
@@ -104,7 +112,11 @@ impl Execution {
             input,
             sink: None,
             sink_writable: true,
+            sink_watched: false,
+            fed: 0,
             end_sent: false,
+            announced: false,
+            announcement: None,
             early: Vec::new(),
             out_of_memory: false,
             kill_cause: None,
@@ -136,6 +148,23 @@ impl Execution {
         PerStream { stdout: of(&self.output.stdout.window), stderr: of(&self.output.stderr.window) }
     }
 
+    /// Whether anything was written in its name, read or not.
+    pub(crate) fn has_printed(&self) -> bool {
+        let is_empty = |source: &File| sys::bytes_waiting(source.as_fd()).is_ok_and(|bytes| bytes == 0);
+        STREAMS
+            .iter()
+            .map(|stream| self.output.get(*stream))
+            .any(|Output { window, source, .. }| window.end() > 0 || source.as_ref().is_some_and(|source| !is_empty(source)))
+    }
+
+    /// Says why it ends, in its own output.
+    pub(crate) fn explain(&mut self, message: &str) {
+        let line = format!("{message}\n");
+        let window = &mut self.output.stderr.window;
+        window.extend(line.len().saturating_sub(window.space()));
+        window.append(line.as_bytes());
+    }
+
     pub(crate) fn is_running(&self) -> bool {
         !matches!(self.phase, Phase::Ended(_))
     }
@@ -144,6 +173,12 @@ impl Execution {
         for stream in STREAMS {
             self.output.get_mut(stream).window.pause();
         }
+    }
+
+    /// What says that it runs, if that is to be said now.
+    pub(crate) fn announcement(&mut self, now: Instant) -> Option<FromAgent> {
+        let due = self.announcement.as_ref().is_some_and(|(due, _)| now >= *due) || !self.all_sent();
+        self.announcement.take_if(|_| due).map(|(_, started)| started)
     }
 
     /// Whatever may be sent has been.
@@ -198,7 +233,10 @@ impl Execution {
         {
             let piece = if self.tty { up_to_signal(sink, front) } else { front };
             match sink.write(piece) {
-                Ok(count) => self.input.fed(count),
+                Ok(count) => {
+                    self.fed += count;
+                    self.input.fed(count);
+                }
                 Err(error) => match error.kind() {
                     io::ErrorKind::Interrupted => {}
                     io::ErrorKind::WouldBlock => self.sink_writable = false,
@@ -216,6 +254,15 @@ impl Execution {
             } else if self.sink_writable && !self.end_sent {
                 self.end_sent = sink.write(&[END_OF_TRANSMISSION]).is_ok();
             }
+        }
+    }
+
+    /// Has input that does not go on watched for room, if it is not yet.
+    pub(crate) fn watch_sink(&mut self, watch: impl FnOnce(BorrowedFd<'_>) -> io::Result<()>) {
+        if let Some(sink) = self.sink.as_ref().filter(|_| !self.sink_writable && !self.sink_watched) {
+            // Without it, it is tried again with the next round.
+            self.sink_watched = watch(sink.as_fd()).is_ok();
+            self.sink_writable = !self.sink_watched;
         }
     }
 
@@ -256,7 +303,6 @@ impl Execution {
                 left.push(source.into());
             }
         }
-        self.sink = None;
         self.input.discard();
         let out_of_memory = (self.out_of_memory && signal == Some(libc::SIGKILL)).then_some(ExitCause::OutOfMemory);
         let exit = Exit {

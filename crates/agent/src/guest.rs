@@ -19,7 +19,7 @@ use std::{
 
 use nix::{
     fcntl::{RenameFlags, renameat, renameat2},
-    sys::stat::{Mode, fchmod, mkdirat},
+    sys::stat::{FileStat, Mode, fchmod, mkdirat},
 };
 use sandboxer_layer::Limits;
 use sandboxer_protocol::{
@@ -79,6 +79,12 @@ pub enum Source {
 pub enum Target {
     File(Box<Writing>),
     Archive { path: String, unpacker: Box<Unpacker> },
+}
+
+/// What a path leads to in this root, by whatever links.
+#[must_use]
+pub fn stat(root: BorrowedFd<'_>, path: &GuestPath) -> Option<FileStat> {
+    find(root, path, Last::Follow, false).ok()?.stat().ok()
 }
 
 /// Begins what is asked for, in this root.

@@ -31,16 +31,12 @@ pub(crate) enum Request {
         group: bool,
     },
     /// Starts an interpreter that waits for the code of the execution with this number. With descriptors: a file that holds the [`Waiting`]
-    /// (`head` bytes of JSON); the `cgroup.procs` of those that wait, and of the execution; standard input, output and error.
+    /// (`head` bytes of JSON); the `cgroup.procs` of its group; standard input, on which it waits, output and error.
+    /// `current` is the last execution, whose code is kept.
     Spare {
         serial: Serial,
         head: usize,
-    },
-    /// As `Spawn`, by the interpreter that waits with this number, or afresh with what was prepared for that. With the file alone.
-    HandOver {
-        serial: Serial,
-        head: usize,
-        input: bool,
+        current: Serial,
     },
     /// It is not wanted any more.
     Drop {
@@ -50,10 +46,9 @@ pub(crate) enum Request {
         serial: Serial,
         signal: i32,
     },
-    /// The program is killed. `tree`: by init, with what descends from it, since there are no groups to do it by.
+    /// The program is killed, with what descends from it. Only where there are no groups to do it by.
     Kill {
         serial: Serial,
-        tree: bool,
     },
     /// Which copy of the sandbox this is, for programs to read.
     Generation {
@@ -74,6 +69,7 @@ pub(crate) struct Program {
 pub(crate) struct Waiting {
     pub(crate) language: Language,
     pub(crate) env: BTreeMap<String, String>,
+    pub(crate) cwd: String,
     pub(crate) warm_modules: Vec<String>,
 }
 
@@ -85,15 +81,15 @@ pub(crate) enum Report {
     /// With the agent's end of the terminal, if there is one.
     Started {
         serial: Serial,
-        by_spare: bool,
     },
+    /// An interpreter waits. With the file that its code goes into.
+    Waits {
+        serial: Serial,
+    },
+    /// A program, or an interpreter that was to wait, could not be started.
     Failed {
         serial: Serial,
         message: String,
-    },
-    /// An interpreter that waited has ended, or could not be started. What was prepared for it is kept until it is dropped.
-    SpareGone {
-        serial: Serial,
     },
     Exited {
         serial: Serial,

@@ -23,8 +23,10 @@ const MAX_UNSAID_BYTES: usize = 1024 * 1024;
 /// A buffer that had to be larger than this is given back as soon as it is empty.
 const KEEP_ROOM_BYTES: usize = 256 * 1024;
 
-/// Frames of output written by one call.
-const PIECES_AT_ONCE: usize = 4;
+/// Frames of output written by one call, and what each carries at most. A server goes through it several times, and has it in its processor's own cache all that time.
+const PIECES_AT_ONCE: usize = 16;
+const PIECE_BYTES: usize = 64 * 1024;
+const _: () = assert!(PIECE_BYTES <= MAX_OUTPUT_PIECE_BYTES);
 
 pub(crate) struct Link {
     input: std::fs::File,
@@ -36,6 +38,8 @@ pub(crate) struct Link {
     /// Nobody listens any more: nothing is said until the next opening. What was sent before still counts.
     mute: bool,
     pub(crate) readable: bool,
+    /// The other end has gone, which makes no further edge.
+    pub(crate) ended: bool,
     pub(crate) writable: bool,
     /// The last read found nobody at the other end.
     pub(crate) alone: bool,
@@ -62,8 +66,8 @@ impl Link {
     }
 
     pub(crate) fn over(input: OwnedFd, output: OwnedFd, marker: Marker) -> io::Result<Self> {
-        sys::set_nonblocking(input.as_fd())?;
-        sys::set_nonblocking(output.as_fd())?;
+        sys::set_nonblocking(input.as_fd(), true)?;
+        sys::set_nonblocking(output.as_fd(), true)?;
         Ok(Self {
             input: input.into(),
             output: output.into(),
@@ -72,6 +76,7 @@ impl Link {
             open: false,
             mute: false,
             readable: true,
+            ended: false,
             writable: true,
             alone: false,
             room: 0,
@@ -128,6 +133,8 @@ impl Link {
             Ok(count) => {
                 self.alone = false;
                 self.decoder.buffer().extend_from_slice(&scratch[..count]);
+                // Less than there was room for: the FIFO is empty, and the next byte makes an edge.
+                self.readable = count == scratch.len() || self.ended;
                 self.room = self.room.max(self.decoder.buffer().len());
                 Heard::Bytes
             }
@@ -176,30 +183,32 @@ impl Link {
         }
     }
 
-    /// Sends the next pieces of a window straight from where they lie. Returns whether anything was sent.
+    /// Sends the next pieces of a window straight from where they lie, behind what is unsaid. Returns whether anything was sent.
     pub(crate) fn send_output(&mut self, number: ExecutionNumber, stream: Stream, window: &mut Window) -> bool {
-        if !self.open || self.mute || !self.writable || !self.unsaid.is_empty() {
+        if !self.open || self.mute || !self.writable {
             return false;
         }
-        let Some(batch) = window.next_piece(PIECES_AT_ONCE * MAX_OUTPUT_PIECE_BYTES) else { return false };
+        let Some(batch) = window.next_piece(PIECES_AT_ONCE * PIECE_BYTES) else { return false };
         let pieces: Vec<(BytesMut, [&[u8]; 2])> = (0..batch.len())
-            .step_by(MAX_OUTPUT_PIECE_BYTES)
+            .step_by(PIECE_BYTES)
             .map(|from| {
-                let data = cut(batch.data, from, MAX_OUTPUT_PIECE_BYTES);
+                let data = cut(batch.data, from, PIECE_BYTES);
                 let mut head = BytesMut::with_capacity(32);
                 encode_output(&mut head, number, stream, batch.offset + from as u64, &[]);
                 add_to_length(&mut head, data[0].len() + data[1].len());
                 (head, data)
             })
             .collect();
-        let parts: Vec<IoSlice<'_>> = pieces
-            .iter()
-            .flat_map(|(head, data)| [&head[..], data[0], data[1]])
+        let parts: Vec<IoSlice<'_>> = std::iter::once(&self.unsaid[..])
+            .chain(pieces.iter().flat_map(|(head, data)| [&head[..], data[0], data[1]]))
             .filter(|part| !part.is_empty())
             .map(IoSlice::new)
             .collect();
         match self.output.write_vectored(&parts) {
             Ok(mut written) => {
+                let said = written.min(self.unsaid.len());
+                self.unsaid.advance(said);
+                written -= said;
                 let mut sent = 0;
                 for (head, data) in &pieces {
                     if written == 0 {
@@ -329,6 +338,8 @@ mod tests {
         sys::set_pipe_size(to_agent.as_fd(), 1024 * 1024).unwrap();
         to_agent.write_all(&said[..whole + 10]).unwrap();
         drop((to_agent, from_agent));
+        // As the edge tells.
+        link.ended = true;
         let mut scratch = [0; 64 * 1024];
         let (mut heard, mut most_held) = (0, 0);
         loop {

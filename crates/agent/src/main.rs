@@ -18,6 +18,8 @@ mod init;
 mod ipc;
 mod link;
 mod memory;
+#[cfg(test)]
+mod sample;
 mod setup;
 mod spawn;
 mod supervisor;

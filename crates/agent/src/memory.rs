@@ -22,6 +22,8 @@ const RETURNED_WITHIN: Duration = Duration::from_secs(5);
 const BYTES_PER_MILLISECOND: u64 = 4 * 1024 * 1024;
 const OFTEN: Duration = Duration::from_millis(5);
 const SELDOM: Duration = Duration::from_millis(100);
+/// The first look at a program at the latest: most of them are over by then.
+const FIRST: Duration = Duration::from_millis(30);
 /// A killed process gets this long to give its memory back before the next one is killed: gVisor frees it a while after the process is gone.
 const GRACE: Duration = Duration::from_millis(500);
 /// Unless use grows by this part of the limit meanwhile: then it was not the only one.
@@ -32,6 +34,8 @@ pub(crate) struct MemoryWatch {
     meminfo: File,
     text: String,
     next: Option<Instant>,
+    /// What was free when it was last looked, if nobody can have used it since.
+    room: Option<u64>,
     /// When the last one was killed, and what was in use then.
     killed: Option<(Instant, u64)>,
     returning: Option<Returning>,
@@ -65,12 +69,26 @@ pub(crate) struct Victim {
 
 impl MemoryWatch {
     pub(crate) fn new(limit: u64) -> Option<Self> {
-        Some(Self { limit, meminfo: File::open("/proc/meminfo").ok()?, text: String::new(), next: None, killed: None, returning: None })
+        Some(Self {
+            limit,
+            meminfo: File::open("/proc/meminfo").ok()?,
+            text: String::new(),
+            next: None,
+            room: None,
+            killed: None,
+            returning: None,
+        })
     }
 
     /// User processes may exist from now on.
     pub(crate) fn start(&mut self, now: Instant) {
-        self.next.get_or_insert(now + OFTEN);
+        let first = self.room.take().map_or(OFTEN, pause).min(FIRST);
+        self.next.get_or_insert(now + first);
+    }
+
+    /// Something else than a program uses memory.
+    pub(crate) fn unsure(&mut self) {
+        self.room = None;
     }
 
     /// When to look again; none while nothing of the user's runs.
@@ -85,7 +103,9 @@ impl MemoryWatch {
 
     /// Whether a good part of the limit is unused.
     pub(crate) fn has_room(&mut self) -> bool {
-        self.used().is_some_and(|used| used < self.limit / 4 * 3)
+        let used = self.used();
+        self.room = used.filter(|_| self.next.is_none()).map(|used| (self.limit / 100 * KILL_AT_PERCENT).saturating_sub(used));
+        used.is_some_and(|used| used < self.limit / 4 * 3)
     }
 
     /// Looks, if it is time to. Neither `init` nor the `spares` are the user's.
@@ -109,7 +129,8 @@ impl MemoryWatch {
         let room = threshold.saturating_sub(used);
         if room > 0 {
             self.killed = None;
-            let wait = Duration::from_millis(room / BYTES_PER_MILLISECOND).clamp(OFTEN, SELDOM);
+            let wait = pause(room);
+            self.room = Some(room);
             self.next = if wait == SELDOM && user_processes(&spared).next().is_none() { None } else { Some(now + wait) };
             return None;
         }
@@ -140,6 +161,11 @@ impl MemoryWatch {
         };
         Some(value("MemTotal:")?.saturating_sub(value("MemFree:")?) * 1024)
     }
+}
+
+/// How long it takes at least to use up so much.
+fn pause(room: u64) -> Duration {
+    Duration::from_millis(room / BYTES_PER_MILLISECOND).clamp(OFTEN, SELDOM)
 }
 
 impl Returning {

@@ -83,7 +83,7 @@ pub(crate) struct InitProcess {
 /// Starts the init of fresh namespaces on the guest's root. It says when it is ready.
 pub(crate) fn start_init() -> io::Result<InitProcess> {
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
-    sys::set_nonblocking(std::os::fd::AsFd::as_fd(&ours))?;
+    sys::set_nonblocking(std::os::fd::AsFd::as_fd(&ours), true)?;
     let null = fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
     let plan = Plan {
         programs: &[AGENT.to_owned()],

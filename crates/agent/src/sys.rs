@@ -60,11 +60,12 @@ pub(crate) fn set_pipe_size(fd: BorrowedFd<'_>, bytes: i32) -> io::Result<()> {
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETPIPE_SZ, bytes) }).map(drop)
 }
 
-pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
+pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>, on: bool) -> io::Result<()> {
     // SAFETY: takes numbers only.
     let flags = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) })?;
+    let flags = if on { flags | libc::O_NONBLOCK } else { flags & !libc::O_NONBLOCK };
     // SAFETY: takes numbers only.
-    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) }).map(drop)
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags) }).map(drop)
 }
 
 pub(crate) fn set_terminal_size(fd: BorrowedFd<'_>, size: TerminalSize) -> io::Result<()> {
@@ -114,22 +115,6 @@ pub(crate) fn memory_file() -> io::Result<OwnedFd> {
     let fd = check(unsafe { libc::memfd_create(c"request".as_ptr(), libc::MFD_CLOEXEC) })?;
     // SAFETY: the descriptor is fresh and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// The same as a descriptor that is not below `from`.
-pub(crate) fn high(fd: BorrowedFd<'_>, from: i32) -> io::Result<OwnedFd> {
-    // SAFETY: takes numbers only.
-    let fd = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, from) })?;
-    // SAFETY: the descriptor is fresh and nobody else's.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Drawn by chance.
-pub(crate) fn random_number() -> u32 {
-    let mut bytes = [0u8; 4];
-    // SAFETY: writes at most these four bytes. So few are always had at once.
-    unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    u32::from_ne_bytes(bytes)
 }
 
 pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {

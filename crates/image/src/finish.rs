@@ -36,10 +36,19 @@ pub(crate) fn debian_tree(tree: &mut Tree) -> Result<()> {
     for path in NOT_IN_IMAGE {
         tree.remove(&path_of(path)?, &nothing_kept)?;
     }
-    // The sandbox is the user's own, so pip may install into it.
     for name in tree.names(&path_of("usr/lib")?)? {
-        if name.to_string_lossy().starts_with("python3") {
-            tree.remove(&path_of(&format!("usr/lib/{}/EXTERNALLY-MANAGED", name.display()))?, &nothing_kept)?;
+        let python = name.to_string_lossy();
+        if !python.starts_with("python3") {
+            continue;
+        }
+        // The sandbox is the user's own, so pip may install into it. And each start of Python looks in vain for a reporter of crashes.
+        for file in ["EXTERNALLY-MANAGED", "sitecustomize.py"] {
+            tree.remove(&path_of(&format!("usr/lib/{python}/{file}"))?, &nothing_kept)?;
+        }
+        tree.remove(&path_of(&format!("etc/{python}/sitecustomize.py"))?, &nothing_kept)?;
+        let compiled = path_of(&format!("usr/lib/{python}/__pycache__"))?;
+        for name in tree.names(&compiled)?.iter().filter(|name| name.to_string_lossy().starts_with("sitecustomize.")) {
+            tree.remove(&path_of(&format!("usr/lib/{python}/__pycache__/{}", name.to_string_lossy()))?, &nothing_kept)?;
         }
     }
     for (path, content) in [

@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::{self, Write},
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     time::{Duration, Instant},
 };
 
@@ -13,9 +13,9 @@ use nix::{
     sys::epoll::{Epoll, EpollFlags},
     unistd::pipe2,
 };
-use sandboxer_protocol::agent::{ExecSpec, ExecutionNumber, ExitCause, FromAgent, Language, PerStream, StdinRefusal, Stream, ToAgent};
+use sandboxer_protocol::agent::{ExecSpec, ExecutionNumber, ExitCause, FromAgent, PerStream, StdinRefusal, Stream, ToAgent};
 
-use super::{Agent, files::Files, token, token_of, watch};
+use super::{Agent, files::Files, spares::Found, token, watch};
 use crate::{
     execution::{Execution, Phase, STREAMS},
     hold,
@@ -30,15 +30,17 @@ const MAX_EARLY: usize = 16;
 const REPORTS_A_ROUND: usize = 64;
 /// How long init may take to start a program: a loaded machine needs seconds.
 const START_LIMIT: Duration = Duration::from_secs(60);
+/// How long it may take until it is said that a program runs that was handed over.
+const ANNOUNCED_WITHIN: Duration = Duration::from_millis(2);
 /// How long whoever had a program killed waits for it to be started first.
 const KILLED_START_LIMIT: Duration = Duration::from_secs(5);
 
-/// A request to init that waits to be sent.
+/// A program that waits to be started.
 pub(super) struct Waiting {
-    file: OwnedFd,
-    head: usize,
-    /// An interpreter that waits can be what it asks for.
-    by_spare: Option<Language>,
+    pub(super) spec: ExecSpec,
+    pub(super) code: Bytes,
+    /// Its ends of pipes that are there already: it was handed to an interpreter that never began.
+    pub(super) theirs: Option<[OwnedFd; 3]>,
 }
 
 /// An execution whose processes are to be killed until none is left.
@@ -191,7 +193,7 @@ impl Agent {
         });
     }
 
-    pub(super) fn begin(&mut self, mut spec: ExecSpec, code: &[u8]) {
+    pub(super) fn begin(&mut self, mut spec: ExecSpec, code: Bytes) {
         self.tunnel.add_to_environment(&mut spec.env);
         let number = spec.number;
         self.last_number = self.last_number.max(Some(number));
@@ -209,16 +211,11 @@ impl Agent {
             }
         }
         self.last_serial += 1;
-        let execution = Execution::new(&spec, self.last_serial, &self.config, Instant::now());
-        let by_spare = self.suits(&spec).then_some(spec.language);
-        match write_request(spec, code) {
-            Ok((file, head)) => {
-                self.waiting = Some(Waiting { file, head, by_spare });
-                self.execution = Some(execution);
-                self.ask_init();
-            }
-            Err(error) => self.refuse(number, &format!("cannot pass the code on: {error}")),
-        }
+        let now = Instant::now();
+        self.spares.asked(now);
+        self.execution = Some(Execution::new(&spec, self.last_serial, &self.config, now));
+        self.waiting = Some(Waiting { spec, code, theirs: None });
+        self.ask_init();
     }
 
     fn refuse(&mut self, number: ExecutionNumber, message: &str) {
@@ -228,6 +225,15 @@ impl Agent {
     /// The current execution could not be started: it is as if it had never been asked for.
     fn start_failed(&mut self, message: &str) {
         self.waiting = None;
+        // What was to be said of it later is not said at all.
+        if let Some(execution) = &mut self.execution
+            && execution.announcement.take().is_none()
+            && execution.announced
+        {
+            // It was said to run, so it has to end, and only its own output can say why.
+            execution.explain(message);
+            return self.finish(None, Some(libc::SIGKILL), None);
+        }
         if let Some(execution) = self.execution.take() {
             self.refuse(execution.number, message);
             // It may have had one that waited.
@@ -242,51 +248,67 @@ impl Agent {
         }
     }
 
-    /// Hands the waiting request to init, if both are there and the files stand still for nobody.
+    /// Hands the waiting program to an interpreter that waits for it, or to init, if the files stand still for nobody.
     pub(super) fn ask_init(&mut self) {
-        if self.files.hold() {
+        if self.files.hold() || self.supervisor.ready().is_none() || self.execution.is_none() {
             return;
         }
-        let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return };
         let Some(waiting) = self.waiting.take() else { return };
-        let spare = waiting.by_spare.and_then(|language| self.spares.take(language, Instant::now()));
-        let taken = spare.as_ref().map(|spare| spare.serial);
-        if let Some(serial) = taken {
-            // It knows its code by this number.
-            execution.serial = serial;
-        }
-        let serial = execution.serial;
-        let asked = (|| -> io::Result<()> {
-            if let Some(spare) = spare {
-                connect(&self.epoll, execution, spare.input.filter(|_| execution.has_input), spare.output)?;
-                let request = Request::HandOver { serial, head: waiting.head, input: execution.has_input };
-                return ipc::send(init.socket.as_fd(), &request, &[waiting.file.as_raw_fd()]);
+        let found =
+            if waiting.theirs.is_none() && self.may_wait(&waiting) { self.spares.take(&waiting, Instant::now()) } else { Found::None };
+        let waiting = match found {
+            Found::Ready(spare) => match self.hand_over(*spare, waiting) {
+                None => return,
+                Some(waiting) => waiting,
+            },
+            Found::Starting => {
+                if let Some(execution) = &mut self.execution {
+                    execution.began = Instant::now();
+                }
+                return self.waiting = Some(waiting);
             }
-            let group = self.groups.as_ref().map(|groups| groups.create(serial)).transpose()?;
-            let mut descriptors = vec![waiting.file.as_raw_fd()];
-            descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
-            let pipes =
-                if execution.tty { None } else { Some(make_pipes(execution.has_input, pipe_bytes(self.config.output_window_bytes))?) };
-            let theirs = if let Some(Pipes { input, output, theirs }) = pipes {
-                connect(&self.epoll, execution, input, output)?;
-                Some(theirs)
-            } else {
-                None
-            };
-            descriptors.extend(theirs.iter().flatten().map(AsRawFd::as_raw_fd));
-            let request = Request::Spawn { serial, head: waiting.head, group: group.is_some() };
-            // The last step: nothing is started of what could not be prepared.
-            ipc::send(init.socket.as_fd(), &request, &descriptors)
-        })();
-        execution.began = Instant::now();
-        execution.phase = Phase::Starting { killed: None };
-        if let Err(error) = asked {
-            if let Some(serial) = taken {
-                // Nobody else will have it.
-                self.drop_spare(serial);
-            }
+            Found::None => waiting,
+        };
+        if let Err(error) = self.ask_to_spawn(waiting) {
             self.start_failed(&format!("cannot pass the request on: {error}"));
         }
+    }
+
+    fn ask_to_spawn(&mut self, Waiting { spec, code, theirs }: Waiting) -> io::Result<()> {
+        let (Some(init), Some(execution)) = (self.supervisor.ready(), &mut self.execution) else { return Ok(()) };
+        execution.began = Instant::now();
+        execution.phase = Phase::Starting { killed: None };
+        let serial = execution.serial;
+        self.spares.code_comes(serial, spec.language);
+        let (file, head) = write_request(spec, &code)?;
+        let group = self.groups.as_ref().map(|groups| groups.create(serial)).transpose()?;
+        let mut descriptors = vec![file.as_raw_fd()];
+        descriptors.extend(group.as_ref().map(AsRawFd::as_raw_fd));
+        let theirs = match theirs {
+            Some([input, output, errors]) => {
+                let input = if execution.has_input { input } else { File::open("/dev/null")?.into() };
+                for (stream, output) in STREAMS.map(|stream| (stream, execution.output.get(stream))) {
+                    // They were watched under another number.
+                    if let Some(source) = &output.source {
+                        epoll_again(&self.epoll, source.as_fd(), token::of_output(serial, stream))?;
+                    }
+                }
+                Some([input, output, errors])
+            }
+            None if execution.tty => None,
+            None => {
+                let Pipes { input, output, theirs } = make_pipes(execution.has_input, pipe_bytes(self.config.output_window_bytes))?;
+                execution.sink = input.map(File::from);
+                for (stream, source) in [(Stream::Stdout, output.stdout), (Stream::Stderr, output.stderr)] {
+                    watch(&self.epoll, source.as_fd(), token::of_output(serial, stream), EpollFlags::EPOLLIN)?;
+                    execution.output.get_mut(stream).source = Some(source.into());
+                }
+                Some(theirs)
+            }
+        };
+        descriptors.extend(theirs.iter().flatten().map(AsRawFd::as_raw_fd));
+        // The last step: nothing is started of what could not be prepared.
+        ipc::send(init.socket.as_fd(), &Request::Spawn { serial, head, group: group.is_some() }, &descriptors)
     }
 
     /// What init has said since.
@@ -318,6 +340,11 @@ impl Agent {
     pub(super) fn watch_start(&mut self, now: Instant) -> bool {
         let passed = |since: Instant, limit: Duration| now.saturating_duration_since(since) > limit;
         let mut hopeless = self.killing.iter().filter_map(|killing| killing.starting).any(|since| passed(since, START_LIMIT));
+        // An interpreter that is to wait for it is being started.
+        let waits = self.waiting.is_some() && self.supervisor.ready().is_some() && !self.files.hold();
+        if let Some(execution) = self.execution.as_ref().filter(|_| waits) {
+            hopeless |= passed(execution.began, START_LIMIT);
+        }
         if let Some(execution) = &self.execution
             && let Phase::Starting { killed } = execution.phase
         {
@@ -363,14 +390,16 @@ impl Agent {
                 self.ask_init();
                 self.spares.begin(Instant::now());
             }
-            Report::SpareGone { serial } => self.spare_gone(serial),
-            Report::Started { serial, by_spare } => {
+            Report::Waits { serial } => self.spare_waits(serial, descriptors.into_iter().next()),
+            Report::Started { serial } => {
                 if let Some(killing) = self.killing.iter_mut().find(|killing| killing.serial == serial) {
                     // All that is to be killed is there now.
                     killing.starting = None;
                 }
-                self.started(serial, by_spare, descriptors);
+                self.started(serial, descriptors);
             }
+            Report::Failed { serial, .. } if self.spares.has(serial) => self.spare_spoilt(serial),
+            Report::Exited { serial, code, .. } if self.spares.has(serial) => self.spare_ended(serial, code),
             Report::Failed { serial, message } => {
                 self.killing.retain(|killing| killing.serial != serial);
                 if self.known_to_init(serial).is_some() {
@@ -378,7 +407,9 @@ impl Agent {
                 }
             }
             Report::Exited { serial, code, signal } => {
-                if self.known_to_init(serial).is_some_and(|execution| matches!(execution.phase, Phase::Running)) {
+                if self.known_to_init(serial).is_some_and(|execution| matches!(execution.phase, Phase::Running))
+                    && !self.start_unbegun(serial, code)
+                {
                     self.finish(code, signal, None);
                 }
             }
@@ -400,23 +431,41 @@ impl Agent {
         }
     }
 
-    fn started(&mut self, serial: Serial, by_spare: bool, descriptors: Vec<OwnedFd>) {
-        let now = Instant::now();
+    fn started(&mut self, serial: Serial, descriptors: Vec<OwnedFd>) {
         let Some(execution) = self.execution.as_mut().filter(|execution| execution.serial == serial) else { return };
         let Phase::Starting { .. } = execution.phase else { return };
-        let number = execution.number;
         execution.phase = Phase::Running;
         if execution.tty
             && let Some(terminal) = descriptors.into_iter().next()
-            && sys::set_nonblocking(terminal.as_fd()).is_ok()
-            && watch(&self.epoll, terminal.as_fd(), token::STDOUT, EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT).is_ok()
+            && sys::set_nonblocking(terminal.as_fd(), true).is_ok()
+            && watch(&self.epoll, terminal.as_fd(), token::of_output(serial, Stream::Stdout), EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT)
+                .is_ok()
         {
             execution.output.stdout.connect(terminal);
         }
-        let spawn_us = u64::try_from(now.saturating_duration_since(execution.asked).as_micros()).unwrap_or(u64::MAX);
+        self.announce(false);
+    }
+
+    /// The current execution runs.
+    pub(super) fn announce(&mut self, by_spare: bool) {
+        let now = Instant::now();
+        let Some(execution) = &mut self.execution else { return };
         let early = std::mem::take(&mut execution.early);
-        self.link.say(&FromAgent::Started { number, spawn_us, by_spare });
+        if !std::mem::replace(&mut execution.announced, true) {
+            let spawn_us = u64::try_from(now.saturating_duration_since(execution.asked).as_micros()).unwrap_or(u64::MAX);
+            let started = FromAgent::Started { number: execution.number, spawn_us, by_spare };
+            if by_spare {
+                // It is quick: nobody has to wake up twice if its first output comes with this, and meanwhile it has the processor.
+                execution.announcement = Some((now + ANNOUNCED_WITHIN, started));
+            } else {
+                self.link.say(&started);
+            }
+        }
+        let files_come = self.transfers.are_going();
         if let Some(memory) = &mut self.memory {
+            if files_come {
+                memory.unsure();
+            }
             memory.start(now);
         }
         for message in early {
@@ -428,12 +477,19 @@ impl Agent {
         let Some(execution) = &mut self.execution else { return };
         let number = execution.number;
         let (exit, left) = execution.finish(code, signal, cause, Instant::now());
-        for source in left {
-            self.lingering.add(&self.epoll, source);
+        if let Some((_, started)) = execution.announcement.take() {
+            self.link.say(&started);
         }
         self.link.say(&FromAgent::Exited { number, exit });
         // Said before anything else is done about it.
         self.link.flush();
+        if let Some(execution) = &mut self.execution {
+            execution.sink = None;
+        }
+        self.handed = None;
+        for source in left {
+            self.lingering.add(&self.epoll, source);
+        }
         if let Some(groups) = &self.groups {
             // One that is being started may have nobody in it yet.
             groups.tidy(|serial| self.killing.iter().any(|killing| killing.serial == serial) || self.spares.has(serial));
@@ -446,6 +502,9 @@ impl Agent {
             self.current(number).filter(|execution| matches!(execution.phase, Phase::Running)).map(|execution| execution.serial)
             && let Some(init) = self.supervisor.ready()
         {
+            if let Some(handed) = &mut self.handed {
+                handed.signal(signal);
+            }
             let _ = ipc::send(init.socket.as_fd(), &Request::Signal { serial, signal }, &[]);
         }
     }
@@ -469,10 +528,14 @@ impl Agent {
         if self.killing.iter().any(|killing| killing.serial == serial) {
             return;
         }
-        if let Some(init) = self.supervisor.ready() {
-            // Init does one thing after the other: if it still starts the program, it kills it right after that, where there are no groups.
-            // Where there are, it knows that one that was handed its code and is gone is not to be started again.
-            let _ = ipc::send(init.socket.as_fd(), &Request::Kill { serial, tree: self.groups.is_none() }, &[]);
+        if let Some(handed) = &mut self.handed {
+            handed.signalled = true;
+        }
+        if self.groups.is_none()
+            && let Some(init) = self.supervisor.ready()
+        {
+            // Init does one thing after the other: if it still starts the program, it kills it right after that.
+            let _ = ipc::send(init.socket.as_fd(), &Request::Kill { serial }, &[]);
         }
         self.killing.push(Killing { serial, starting });
         self.kill_again();
@@ -494,7 +557,12 @@ impl Agent {
         self.supervisor.ended(Instant::now());
         // Of what was mounted there nothing is left.
         self.transfers.root = None;
+        if let Some(serial) = self.execution.as_ref().map(|execution| execution.serial) {
+            // One that has not begun is the next init's.
+            self.start_unbegun(serial, None);
+        }
         self.spares.forget();
+        self.handed = None;
         self.restarting = true;
         self.killing.clear();
         match self.execution.as_ref().map(|execution| &execution.phase) {
@@ -504,17 +572,10 @@ impl Agent {
     }
 }
 
-/// The execution reads and writes through these.
-fn connect(epoll: &Epoll, execution: &mut Execution, input: Option<OwnedFd>, output: PerStream<OwnedFd>) -> io::Result<()> {
-    if let Some(input) = input {
-        watch(epoll, input.as_fd(), token::STDIN, EpollFlags::EPOLLOUT)?;
-        execution.sink = Some(input.into());
-    }
-    for (stream, source) in [(Stream::Stdout, output.stdout), (Stream::Stderr, output.stderr)] {
-        watch(epoll, source.as_fd(), token_of(stream), EpollFlags::EPOLLIN)?;
-        execution.output.get_mut(stream).connect(source);
-    }
-    Ok(())
+fn epoll_again(epoll: &Epoll, source: BorrowedFd<'_>, token: u64) -> io::Result<()> {
+    // It may not be watched any more.
+    let _ = epoll.delete(source);
+    watch(epoll, source, token, EpollFlags::EPOLLIN)
 }
 
 fn write_request(spec: ExecSpec, code: &[u8]) -> io::Result<(OwnedFd, usize)> {
@@ -540,7 +601,7 @@ pub(super) fn pipe_bytes(window: u64) -> i32 {
 pub(super) fn make_pipes(input: bool, bytes: i32) -> io::Result<Pipes> {
     let (their_input, input) = if input {
         let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
-        sys::set_nonblocking(write.as_fd())?;
+        sys::set_nonblocking(write.as_fd(), true)?;
         let _ = sys::set_pipe_size(write.as_fd(), MAX_PIPE_BYTES);
         (read, Some(write))
     } else {
@@ -548,7 +609,7 @@ pub(super) fn make_pipes(input: bool, bytes: i32) -> io::Result<Pipes> {
     };
     let output = || -> io::Result<(OwnedFd, OwnedFd)> {
         let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
-        sys::set_nonblocking(read.as_fd())?;
+        sys::set_nonblocking(read.as_fd(), true)?;
         // Smaller pipes are slower, nothing else.
         let _ = sys::set_pipe_size(read.as_fd(), bytes);
         Ok((read, write))

@@ -18,7 +18,7 @@ use sandboxer_protocol::{
 };
 
 use super::Agent;
-use crate::{hold::Held, setup};
+use crate::{hold::Held, memory::MemoryWatch, setup};
 
 /// A server that takes nothing for so long has no use for it, and the user's processes wait.
 const STALLED: Duration = Duration::from_secs(20);
@@ -166,6 +166,8 @@ impl Agent {
     /// The layer is to be what comes now.
     pub(super) fn unpack_files(&mut self, sequence: u64) {
         self.drop_files();
+        // Files are in memory.
+        self.memory.iter_mut().for_each(MemoryWatch::unsure);
         match self.begin_unpacking() {
             Ok(unpacker) => self.files = Files::Unpacking { sequence, unpacker: Box::new(unpacker), offset: 0 },
             Err(error) => self.files_failed(sequence, FilesFault::Failed, &error.to_string()),

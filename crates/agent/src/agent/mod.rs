@@ -41,7 +41,7 @@ use crate::{
     sys::{self, ChildEvent},
 };
 use lingering::Lingering;
-use spares::Spares;
+use spares::{Handed, Spares};
 
 /// How long the agent sleeps at most while nobody is at the other end: an edge tells it of a newcomer, this is for a gVisor that misses it.
 const ALONE_RUNNING: Duration = Duration::from_millis(250);
@@ -56,20 +56,31 @@ const FRAMES_A_ROUND: usize = 64;
 
 /// What an event is about.
 mod token {
+    use super::{Serial, Stream};
+
     pub(super) const LINK_IN: u64 = 0;
     pub(super) const LINK_OUT: u64 = 1;
     pub(super) const CHILDREN: u64 = 2;
     pub(super) const INIT: u64 = 3;
-    pub(super) const STDOUT: u64 = 4;
-    pub(super) const STDERR: u64 = 5;
     pub(super) const STDIN: u64 = 6;
     /// Something has changed in a directory that is watched.
     pub(super) const CHANGES: u64 = 7;
     pub(super) const PROXY: u64 = 8;
     /// And all above.
     pub(super) const LINGERING: u64 = 16;
+    /// With the serial of an execution and one of its outputs; above all of those.
+    pub(super) const OUTPUT: u64 = 1 << 62;
     /// With the number of a stream; above all of those.
     pub(super) const TUNNEL: u64 = 1 << 63;
+
+    pub(super) fn of_output(serial: Serial, stream: Stream) -> u64 {
+        OUTPUT | serial << 1 | u64::from(stream == Stream::Stderr)
+    }
+
+    /// The other way round.
+    pub(super) fn output(token: u64) -> (Serial, Stream) {
+        ((token & !OUTPUT) >> 1, if token & 1 == 0 { Stream::Stdout } else { Stream::Stderr })
+    }
 }
 
 pub(crate) struct Agent {
@@ -96,6 +107,8 @@ pub(crate) struct Agent {
     killing: Vec<executions::Killing>,
     lingering: Lingering,
     spares: Spares,
+    /// The current execution was handed to one of those, and may not have begun.
+    handed: Option<Handed>,
     files: files::Files,
     transfers: transfers::Transfers,
     tunnel: tunnel::Tunnel,
@@ -152,6 +165,7 @@ impl Agent {
             killing: Vec::new(),
             lingering: Lingering::default(),
             spares: Spares::default(),
+            handed: None,
             files: files::Files::default(),
             transfers: transfers::Transfers::default(),
             tunnel: tunnel::Tunnel::default(),
@@ -165,7 +179,10 @@ impl Agent {
         let mut events = [EpollEvent::empty(); 64];
         loop {
             let more = self.round();
-            let gathered = self.execution.as_mut().is_some_and(|execution| execution.all_sent() && execution.flow.should_gather());
+            // With no room on the way out, to read on by single writes would bring nothing either.
+            let held_up = !self.link.writable;
+            let gathered =
+                self.execution.as_mut().is_some_and(|execution| (execution.all_sent() || held_up) && execution.flow.should_gather());
             if gathered {
                 // Not by waiting for events: each write would be one.
                 thread::sleep(GATHER);
@@ -178,6 +195,7 @@ impl Agent {
                 // A restore looks like this: the other end may be a new one.
                 Err(Errno::EINTR) => {
                     self.link.readable = true;
+                    self.link.ended = true;
                     self.link.writable = true;
                 }
                 Err(error) => return Err(error.into()),
@@ -187,26 +205,33 @@ impl Agent {
 
     fn note(&mut self, event: &EpollEvent) {
         match event.data() {
-            token::LINK_IN => self.link.readable = true,
+            token::LINK_IN => {
+                self.link.readable = true;
+                self.link.ended = event.events().contains(EpollFlags::EPOLLHUP);
+            }
             token::LINK_OUT => self.link.writable = true,
             token::CHILDREN => self.reap(),
             token::INIT => self.init_spoke = true,
             token::CHANGES => self.transfers.note_changes(),
             token::PROXY => self.tunnel.proxy_ready(),
             stream if stream >= token::TUNNEL => self.tunnel.stream_ready(stream & !token::TUNNEL),
-            lingering if lingering >= token::LINGERING => self.lingering.ready(lingering),
-            other => {
-                let Some(execution) = &mut self.execution else { return };
-                match other {
-                    token::STDOUT => {
-                        execution.output.stdout.readable = true;
+            output if output >= token::OUTPUT => {
+                let (serial, stream) = token::output(output);
+                match self.execution.as_mut().filter(|execution| execution.serial == serial) {
+                    Some(execution) => {
+                        execution.output.get_mut(stream).readable = true;
                         execution.sink_writable |= execution.tty;
                     }
-                    token::STDERR => execution.output.stderr.readable = true,
-                    token::STDIN => execution.sink_writable = true,
-                    _ => {}
+                    None => self.spare_spoilt(serial),
                 }
             }
+            lingering if lingering >= token::LINGERING => self.lingering.ready(lingering),
+            token::STDIN => {
+                if let Some(execution) = &mut self.execution {
+                    execution.sink_writable = true;
+                }
+            }
+            _ => {}
         }
     }
 
@@ -240,11 +265,18 @@ impl Agent {
         }
         if let Some(execution) = &mut self.execution {
             execution.feed();
+            execution.watch_sink(|sink| watch(&self.epoll, sink, token::STDIN, EpollFlags::EPOLLOUT));
             for stream in STREAMS {
                 more |= execution.fill(stream);
             }
+            if let Some(started) = execution.announcement(now) {
+                self.link.say(&started);
+            }
         }
-        self.link.flush();
+        let output_first = self.execution.as_ref().is_some_and(|execution| !execution.all_sent());
+        if !output_first {
+            self.link.flush();
+        }
         if self.streams_first() {
             more |= self.go_on_with_streams();
         }
@@ -261,8 +293,13 @@ impl Agent {
         more |= self.lingering.drain(&mut self.scratch);
         self.watch_memory(now);
         self.watch_start(now);
+        self.watch_handed(now);
         self.kill_again();
         self.keep_spares(now);
+        if self.execution.as_ref().is_none_or(|execution| execution.announcement.is_none()) {
+            self.allow_spares();
+            self.remove_code_left();
+        }
         // There may be room for answers again, or a read was interrupted; no edge tells of either.
         more || self.link.wants_to_read()
     }
@@ -280,11 +317,15 @@ impl Agent {
         self.supervisor.retry().map(until).map(&mut at_most);
         self.memory.as_ref().and_then(MemoryWatch::next).map(until).map(&mut at_most);
         self.spares.due().map(until).map(&mut at_most);
+        self.handed.as_ref().map(|handed| handed.look).map(until).map(&mut at_most);
+        let announcement = self.execution.as_ref().and_then(|execution| execution.announcement.as_ref());
+        announcement.map(|(due, _)| *due).map(until).map(&mut at_most);
         self.files_deadline().map(until).map(&mut at_most);
         if !self.killing.is_empty() {
             at_most(KILL_AGAIN);
         }
-        let busy = self.execution.as_ref().is_some_and(|execution| execution.busy || matches!(execution.phase, Phase::Starting { .. }));
+        let starts = |phase: &Phase| matches!(phase, Phase::Waiting | Phase::Starting { .. });
+        let busy = self.execution.as_ref().is_some_and(|execution| execution.busy || starts(&execution.phase));
         if busy || self.link.holds_room() {
             at_most(REST);
         }
@@ -338,7 +379,7 @@ impl Agent {
             // Without its Hello there is no conversation.
             _ if !self.link.is_open() => {}
             ToAgentFrame::Control(message) => self.control(message),
-            ToAgentFrame::Exec { spec, code } => self.begin(spec, &code),
+            ToAgentFrame::Exec { spec, code } => self.begin(spec, code),
             ToAgentFrame::Stdin { number, offset, data } => self.take_input(number, offset, data),
             ToAgentFrame::Files { sequence, offset, data } => {
                 self.take_files(sequence, offset, &data);
@@ -395,13 +436,6 @@ impl Agent {
             }
         }
         self.link.say(&FromAgent::MemoryKill { command: victim.command, resident_bytes: victim.resident_bytes });
-    }
-}
-
-fn token_of(stream: Stream) -> u64 {
-    match stream {
-        Stream::Stdout => token::STDOUT,
-        Stream::Stderr => token::STDERR,
     }
 }
 

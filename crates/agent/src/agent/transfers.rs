@@ -17,7 +17,7 @@ use sandboxer_protocol::{
 };
 
 use super::{Agent, token, watch};
-use crate::setup;
+use crate::{memory::MemoryWatch, setup};
 
 /// What is told of a fault.
 const MAX_MESSAGE_CHARS: usize = 1000;
@@ -65,6 +65,8 @@ impl Agent {
             return self.file_failed(sequence, Fault { kind: FileFault::Busy, message, size: None });
         }
         let begun = self.guest_root().and_then(|root| guest::begin(root.as_fd(), ask, self.archive_limits()));
+        // Files are in memory.
+        self.memory.iter_mut().for_each(MemoryWatch::unsure);
         match begun {
             Ok(Begun::Done(about)) => self.link.say(&FromAgent::FileDone { sequence, bytes: 0, about }),
             Ok(Begun::Going { work, about, start, length }) => {

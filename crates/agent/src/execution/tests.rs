@@ -4,6 +4,7 @@ use nix::{fcntl::OFlag, unistd::pipe2};
 use sandboxer_protocol::agent::Language;
 
 use super::*;
+use crate::sample::program;
 
 const WINDOW: u64 = 1000;
 
@@ -18,17 +19,7 @@ fn execution(detached: DetachedOutput) -> (Execution, File) {
         stdin_window_bytes: 100,
         spares: None,
     };
-    let spec = ExecSpec {
-        number: 1,
-        id: "x".parse().unwrap(),
-        language: Language::Bash,
-        env: Default::default(),
-        cwd: "/".to_owned(),
-        stdin: true,
-        tty: None,
-        detached_output: detached,
-        note: String::new(),
-    };
+    let spec = ExecSpec { detached_output: detached, ..program(Language::Bash) };
     let mut execution = Execution::new(&spec, 1, &config, Instant::now());
     execution.phase = Phase::Running;
     let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).unwrap();

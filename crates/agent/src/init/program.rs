@@ -17,7 +17,7 @@ use std::{
 use sandboxer_protocol::{agent::Language, limits::MAX_CONTROL_BYTES};
 use serde::de::DeserializeOwned;
 
-use super::root::RUN;
+use super::{Child, root::RUN};
 use crate::{
     ipc::{Program, Serial},
     spawn::{Plan, SpawnError, Step, spawn},
@@ -26,24 +26,12 @@ use crate::{
 
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-pub(super) struct Started {
-    pub(super) pid: i32,
-    /// The master of its terminal.
-    pub(super) terminal: Option<OwnedFd>,
-}
-
-/// A program whose code lies in its place.
-pub(super) struct Written {
-    pub(super) program: Program,
-    pub(super) script: String,
-}
-
 fn base() -> PathBuf {
     PathBuf::from(RUN).join("exec")
 }
 
 /// Starts what the request file holds.
-pub(super) fn start(serial: Serial, head: usize, group: bool, descriptors: Vec<OwnedFd>) -> Result<Started, String> {
+pub(super) fn start(serial: Serial, head: usize, group: bool, descriptors: Vec<OwnedFd>) -> Result<Child, String> {
     let mut descriptors = descriptors.into_iter();
     let (program, mut request) = read::<Program>(descriptors.next(), head)?;
     let group = if group { descriptors.next() } else { None };
@@ -61,8 +49,8 @@ pub(super) fn start(serial: Serial, head: usize, group: bool, descriptors: Vec<O
         _ => return Err("the request came without its descriptors".to_owned()),
     };
     let script = write_code(serial, program.language, &mut request)?;
-    let pid = run(&Written { program, script }, standard, terminal.is_some(), group.as_ref().map(AsRawFd::as_raw_fd))?;
-    Ok(Started { pid, terminal })
+    let pid = run(&program, &script, standard, terminal.is_some(), group.as_ref().map(AsRawFd::as_raw_fd))?;
+    Ok(Child { pid, terminal })
 }
 
 /// What a file says in its first `head` bytes, and the file behind them.
@@ -84,18 +72,13 @@ pub(super) fn places(env: &BTreeMap<String, String>, interpreter: &str) -> Resul
 }
 
 /// Starts an interpreter with a code that is there, and returns its process id.
-pub(super) fn run(
-    Written { program, script }: &Written,
-    standard: [RawFd; 3],
-    terminal: bool,
-    group: Option<RawFd>,
-) -> Result<i32, String> {
+fn run(program: &Program, script: &str, standard: [RawFd; 3], terminal: bool, group: Option<RawFd>) -> Result<i32, String> {
     let (interpreter, environment) = environment(program)?;
     let environment = entries(&environment)?;
     let directory = c_string(program.cwd.as_str(), "the working directory")?;
     let plan = Plan {
         programs: &places(&program.env, interpreter)?,
-        arguments: &[c_string(interpreter, "the interpreter")?, c_string(script.as_str(), "the script")?],
+        arguments: &[c_string(interpreter, "the interpreter")?, c_string(script, "the script")?],
         environment: &environment,
         directory: Some(&directory),
         standard,
@@ -122,7 +105,7 @@ fn explain(SpawnError { step, error }: &SpawnError, interpreter: &str, cwd: &str
 }
 
 /// The interpreter and exactly the environment asked for, with what makes it behave as a user expects.
-pub(super) fn environment(program: &Program) -> Result<(&'static str, BTreeMap<String, String>), String> {
+pub(crate) fn environment(program: &Program) -> Result<(&'static str, BTreeMap<String, String>), String> {
     let mut env = program.env.clone();
     if program.tty.is_some() {
         env.entry("TERM".to_owned()).or_insert_with(|| "xterm-256color".to_owned());
@@ -152,7 +135,7 @@ pub(super) fn entries(env: &BTreeMap<String, String>) -> Result<Vec<CString>, St
 }
 
 /// Where the code of an execution goes.
-pub(super) fn script(serial: Serial, language: Language) -> PathBuf {
+pub(crate) fn script(serial: Serial, language: Language) -> PathBuf {
     let name = match language {
         Language::Python => "main.py",
         Language::Bash => "main.sh",
@@ -160,12 +143,21 @@ pub(super) fn script(serial: Serial, language: Language) -> PathBuf {
     base().join(serial.to_string()).join(name)
 }
 
-pub(super) fn write_code(serial: Serial, language: Language, code: &mut File) -> Result<String, String> {
+fn write_code(serial: Serial, language: Language, code: &mut File) -> Result<String, String> {
+    let start = code.stream_position().map_err(|error| format!("cannot read the code: {error}"))?;
+    let write = |file: &mut File| {
+        code.seek(io::SeekFrom::Start(start))?;
+        io::copy(code, file).map(drop)
+    };
+    make_script(serial, language, write)?;
+    Ok(script(serial, language).to_string_lossy().into_owned())
+}
+
+/// Makes the file that the code of an execution goes into.
+pub(super) fn make_script(serial: Serial, language: Language, mut fill: impl FnMut(&mut File) -> io::Result<()>) -> Result<File, String> {
     let path = script(serial, language);
     let directory = base().join(serial.to_string());
-    let start = code.stream_position().map_err(|error| format!("cannot read the code: {error}"))?;
-    let mut attempt = || -> io::Result<()> {
-        code.seek(io::SeekFrom::Start(start))?;
+    let mut attempt = || -> io::Result<File> {
         if let Err(error) = fs::create_dir(&directory) {
             if error.kind() != io::ErrorKind::NotFound {
                 return Err(error);
@@ -175,24 +167,24 @@ pub(super) fn write_code(serial: Serial, language: Language, code: &mut File) ->
             fs::create_dir(&directory)?;
         }
         let mut file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).mode(0o644).open(&path)?;
-        io::copy(code, &mut file)?;
-        Ok(())
+        fill(&mut file)?;
+        Ok(file)
     };
     attempt()
         .or_else(|_| {
-            // The guest has filled or spoilt the place. Nothing in it is the guest's to keep, and without it it could not even clean up.
+            // The guest has filled or spoilt the place. Nothing in it is the guest's to keep, and without it it could not even clean up. An
+            // interpreter that waits loses its file too; that is noticed before it gets its code.
             empty(Path::new(RUN));
             attempt()
         })
-        .map_err(|error| format!("cannot write the code to {}: {error}", path.display()))?;
-    Ok(path.to_string_lossy().into_owned())
+        .map_err(|error| format!("cannot write the code to {}: {error}", path.display()))
 }
 
 /// Removes the code of earlier executions.
-pub(super) fn remove_all_but(serial: Serial) {
-    let kept = serial.to_string();
+pub(super) fn remove_all_but(kept: impl Fn(Serial) -> bool) {
     let Ok(entries) = fs::read_dir(base()) else { return };
-    entries.flatten().filter(|entry| entry.file_name().to_str() != Some(&kept)).for_each(|entry| remove(&entry));
+    let is_kept = |entry: &fs::DirEntry| entry.file_name().to_str().and_then(|name| name.parse().ok()).is_some_and(&kept);
+    entries.flatten().filter(|entry| !is_kept(entry)).for_each(|entry| remove(&entry));
 }
 
 fn empty(directory: &Path) {

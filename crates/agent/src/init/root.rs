@@ -68,7 +68,9 @@ pub(super) fn write_generation(generation: u64) -> io::Result<()> {
 }
 
 fn run_directory() -> io::Result<()> {
-    setup::mount_tmpfs(RUN, RUN_BYTES, Some(RUN_INODES), "mode=0755").map(drop)
+    setup::mount_tmpfs(RUN, RUN_BYTES, Some(RUN_INODES), "mode=0755")?;
+    // From the start, so that nobody sees by these whether something was run or waits.
+    ["exec", "spare"].iter().try_for_each(|name| fs::create_dir(Path::new(RUN).join(name)))
 }
 
 /// A real directory at this path, whatever was there.

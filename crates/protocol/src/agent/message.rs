@@ -1,6 +1,6 @@
 //! What the frames say.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -101,6 +101,9 @@ pub struct ExecSpec {
     pub language: Language,
     /// The whole environment of the program; nothing else is inherited.
     pub env: BTreeMap<String, String>,
+    /// What of it is this execution's alone: nobody else may get to see it, so no interpreter that waits for the next is started with it.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub only_here: BTreeSet<String>,
     pub cwd: String,
     /// Whether standard input is open; if not, it is at its end from the start.
     pub stdin: bool,

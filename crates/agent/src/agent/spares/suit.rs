@@ -20,7 +20,7 @@ const PYTHON: [&str; 3] = ["HOME", "OPENSSL_CONF", "OPENSSL_MODULES"];
 const PYTHON_PREFIXES: [&str; 2] = ["SSL_", "OPENSSL_"];
 
 /// What bash gives a meaning or a value of its own.
-const BASH: [&str; 48] = [
+const BASH: [&str; 52] = [
     "CDPATH",
     "CHILD_MAX",
     "COLUMNS",
@@ -58,6 +58,8 @@ const BASH: [&str; 48] = [
     "POSIX_PEDANTIC",
     "PPID",
     "PROMPT_COMMAND",
+    "PS1",
+    "PS2",
     "PS4",
     "PWD",
     "RANDOM",
@@ -67,8 +69,11 @@ const BASH: [&str; 48] = [
     "SHLVL",
     "SRANDOM",
     "TERM",
+    "TMOUT",
     "UID",
     "_",
+    // While it waits.
+    "__sandboxer",
 ];
 const BASH_PREFIXES: [&str; 4] = ["BASH", "COMP_", "HIST", "READLINE_"];
 
@@ -87,8 +92,18 @@ fn is_identifier(name: &str) -> bool {
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
 }
 
+/// By this Python knows an archive of modules, which it runs in another way.
+const END_OF_ARCHIVE: &[u8] = b"PK\x05\x06";
+/// With the longest comment that may follow it.
+const END_OF_ARCHIVE_BYTES: usize = 22 + u16::MAX as usize;
+
+fn is_archive(code: &[u8]) -> bool {
+    let end = &code[code.len().saturating_sub(END_OF_ARCHIVE_BYTES)..];
+    end.windows(END_OF_ARCHIVE.len()).any(|piece| piece == END_OF_ARCHIVE)
+}
+
 /// `env` is what the one that waits was started with.
-pub(super) fn suits(spec: &ExecSpec, env: &BTreeMap<String, String>) -> bool {
+pub(super) fn suits(spec: &ExecSpec, code: &[u8], env: &BTreeMap<String, String>) -> bool {
     let bytes: usize = spec.env.iter().map(|(name, value)| name.len() + value.len() + 2).sum();
     let same = |name: &String| spec.env.get(name) == env.get(name);
     spec.tty.is_none()
@@ -97,11 +112,13 @@ pub(super) fn suits(spec: &ExecSpec, env: &BTreeMap<String, String>) -> bool {
         && !spec.cwd.contains('\0')
         && spec.env.keys().chain(env.keys()).all(|name| is_identifier(name) && (same(name) || !counts_at_start(spec.language, name)))
         && spec.env.values().all(|value| !value.contains('\0'))
+        && !(spec.language == Language::Python && is_archive(code))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sample::program;
 
     fn suit(language: Language, change: &[(&str, Option<&str>)]) -> bool {
         let base: BTreeMap<String, String> =
@@ -113,18 +130,8 @@ mod tests {
                 None => env.remove(*name),
             };
         }
-        let spec = ExecSpec {
-            number: 1,
-            id: "x".parse().unwrap(),
-            language,
-            env,
-            cwd: "/".to_owned(),
-            stdin: true,
-            tty: None,
-            detached_output: Default::default(),
-            note: String::new(),
-        };
-        suits(&spec, &base)
+        let spec = ExecSpec { env, ..program(language) };
+        suits(&spec, b"", &base)
     }
 
     #[test]
@@ -149,7 +156,7 @@ mod tests {
         assert!(suit(Language::Bash, &[("HOME", Some("/tmp"))]) && !suit(Language::Python, &[("HOME", Some("/tmp"))]));
         assert!(!suit(Language::Python, &[("PYTHONHASHSEED", Some("0"))]));
         assert!(!suit(Language::Python, &[("PYTHONPATH", Some("/x"))]));
-        for name in ["BASH_ENV", "SHELLOPTS", "POSIXLY_CORRECT", "IFS", "SHLVL", "PWD", "_"] {
+        for name in ["BASH_ENV", "SHELLOPTS", "POSIXLY_CORRECT", "IFS", "SHLVL", "PWD", "_", "__sandboxer"] {
             assert!(!suit(Language::Bash, &[(name, Some("x"))]), "{name}");
         }
     }

@@ -1,8 +1,11 @@
 """Runs in a Python that waits for its script, where `site` looks for this module: after everything is set up, before the script is opened.
 
-It imports what scripts commonly begin with and hides it again, waits for the word, takes over environment, directory and input, and leaves
-nothing behind. What is hidden comes back when it is imported, if that would have loaded the very same files; see Hidden. Whatever has
-changed since that a start depends on makes it start afresh, in this very process.
+It imports what scripts commonly begin with and hides it again, makes everything as the script will find it if it is like the one before, waits
+for the word, takes over what differs, and leaves nothing behind. What is hidden comes back when it is imported, if that would have loaded
+the very same files; see Hidden. Whatever has changed since that a start depends on makes it start afresh, in this very process.
+
+The word is a line and what it announces. An empty one: nothing differs, and nothing has ever changed in /usr and /etc, nor in the directory since. A
+number: so many bytes follow, with the directory, whether there is input, and the environment; without any, nothing of that differs.
 """
 
 import builtins
@@ -10,7 +13,8 @@ import os
 import posix
 import sys
 
-TOKEN, MESSAGE = 3, 4
+# Where the word comes. What is behind it is the script's.
+WORD = 0
 # Whoever runs one program after the other is not to share the processor with imports that nobody will use.
 QUIET_MS = 100
 bootstrap = sys.modules["_frozen_importlib"]
@@ -25,11 +29,12 @@ class Hidden:
         self.uses = {}
         self.files = {}
         self.names = {}
+        self.specs = {}
         self.registered = {}
         self.shown = set()
         self.finders = list(sys.meta_path)
         self.load = builtins.__import__
-        self.lock = sys.modules["_thread"].RLock()
+        self.begun = {}
 
     def hide(self, before, uses):
         for name in [name for name in sys.modules if name not in before]:
@@ -42,7 +47,7 @@ class Hidden:
                 owner = self.modules.get(parent) or sys.modules.get(parent)
                 if owner is not None and owner.__dict__.get(child) is module:
                     delattr(owner, child)
-            spec = getattr(module, "__spec__", None)
+            spec = self.specs[name] = getattr(module, "__spec__", None)
             if parent and getattr(spec, "name", None) != name:
                 # Not loaded by this name, but put there by its parent.
                 uses.setdefault(parent, {})[name] = None
@@ -79,7 +84,11 @@ class Hidden:
             for entry in sys.path:
                 if entry == search:
                     break
-                finder = sys.path_importer_cache.get(entry)
+                try:
+                    finder = sys.path_importer_cache.get(entry or posix.getcwd())
+                except OSError:
+                    # A search goes on without it.
+                    continue
                 if finder is not None:
                     names = getattr(finder, "_path_cache", None)
                     if names is None:
@@ -87,7 +96,7 @@ class Hidden:
                     before.append(names)
         for used in self.uses[name]:
             module = self.modules.get(used)
-            shown = sys.modules.get(used, self)
+            shown = module if self.under_way(used) else sys.modules.get(used, self)
             if module is None or (shown is not self and shown is not module):
                 return False
             if shown is self:
@@ -99,34 +108,54 @@ class Hidden:
                     return False
         return True
 
-    def show(self, name):
-        # Two threads may come with what both of them use.
-        with self.lock:
-            new = [used for used in self.uses[name] if used == name or used not in sys.modules]
-            # Each is whole before anybody sees it.
-            for used in new:
-                parent = used.rpartition(".")[0]
-                if parent in new:
-                    self.join(used, self.modules[parent])
-            for used in new:
-                self.put_in_order(used)
-                if used in FRESH and used not in self.shown:
-                    FRESH[used](self.modules[used])
-            for used in new:
+    def under_way(self, name):
+        """Whether some thread imports it: at the end of that it is taken out and put back, which nobody is to take for its removal."""
+        return name in self.shown and getattr(self.begun.get(name), "_initializing", False)
+
+    def begin(self, name, search, spec):
+        """The beginning of an import: shows what it loads before its end, if that is just what was loaded.
+
+        Finders are asked under the lock of all imports, so that no other thread decides otherwise meanwhile.
+        """
+        if not self.may_show(name, search):
+            return False
+        new = [used for used in self.uses[name] if used == name or (used not in sys.modules and not self.under_way(used))]
+        # Each is whole before anybody sees it.
+        for used in new:
+            parent = used.rpartition(".")[0]
+            if parent in new:
+                self.join(used, self.modules[parent])
+        for used in new:
+            self.put_in_order(used)
+            if used in FRESH and used not in self.shown:
+                FRESH[used](self.modules[used])
+        self.begun[name] = spec
+        # As long as it has this one, whoever imports it as well waits.
+        self.modules[name].__spec__ = spec
+        for used in new:
+            if used != name:
                 sys.modules[used] = self.modules[used]
                 parent = used.rpartition(".")[0]
                 if parent and parent not in new:
                     self.join(used, sys.modules.get(parent))
-                # Once only: whoever removes it and imports it again wants another one.
-                self.shown.add(used)
-                self.register(used)
+                self.show(used)
+        return True
+
+    def show(self, name):
+        # Once only: whoever removes it and imports it again wants another one.
+        self.shown.add(name)
+        self.register(name)
+
+    def end(self, name):
+        with bootstrap._ImportLockContext():
+            self.show(name)
+            self.modules[name].__spec__ = self.specs[name]
 
     def register(self, name):
         for register, rest, named in self.registered.pop(name, ()):
             register(*rest, **named)
 
     def join(self, name, owner):
-        """Under its parent's name there may be what the import keeps the place with."""
         if owner is not None:
             setattr(owner, name.rpartition(".")[2], self.modules[name])
 
@@ -134,10 +163,10 @@ class Hidden:
         """Its parts have come back behind all its names."""
         names = getattr(self.modules[name], "__dict__", {})
         if name not in self.shown and list(names) != self.names[name]:
-            values = dict(names)
-            names.clear()
-            names.update((name, values.pop(name)) for name in self.names[name] if name in values)
-            names.update(values)
+            known = dict.fromkeys(self.names[name])
+            order = [name for name in known if name in names] + [name for name in names if name not in known]
+            # By one call of what is written in C: no other thread sees it without a name that it has.
+            list(map(names.__setitem__, order, map(names.pop, order)))
 
 
 class Shown:
@@ -150,10 +179,11 @@ class Shown:
         return getattr(self.loader, attribute)
 
     def create_module(self, spec):
-        return None
+        # Not one that keeps the place: a thread that imports it at the same time has what it found there, however long it waits.
+        return self.hidden.modules[self.name]
 
     def exec_module(self, module):
-        self.hidden.show(self.name)
+        self.hidden.end(self.name)
 
 
 def signature(path):
@@ -161,7 +191,8 @@ def signature(path):
         found = posix.stat(path)
     except OSError:
         return (path, None)
-    return (path, found.st_mtime_ns, found.st_ino, found.st_size)
+    # The one time is set as one likes, by what unpacks an archive among others; the other is not.
+    return (path, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size)
 
 
 def fresh_logging(module):
@@ -193,41 +224,50 @@ def offer(hidden, finder, search):
 
     def find_spec(name, *rest):
         spec = find(name, *rest)
-        if spec is not None and name in hidden.modules and name not in hidden.shown and for_import():
-            real = hidden.modules[name].__spec__
-            if real is not None and real.name == name and real.origin == spec.origin and hidden.may_show(name, search):
+        if spec is not None and name in hidden.modules and for_import():
+            real = hidden.specs[name]
+            if real is not None and real.name == name and real.origin == spec.origin:
                 shown = bootstrap.ModuleSpec(name, Shown(hidden, name, spec.loader), origin=spec.origin)
                 shown.submodule_search_locations = spec.submodule_search_locations
                 shown._set_fileattr = spec._set_fileattr
                 shown.cached = spec.cached
-                return shown
+                shown._initializing = False
+                if hidden.begin(name, search, shown):
+                    return shown
         return spec
 
-    finder.find_spec = find_spec
+    # Two of them are classes, whose functions would be taken for methods of what is made of them.
+    finder.find_spec = staticmethod(find_spec) if isinstance(finder, type) else find_spec
+
+
+# The beginning of the word, once it was taken: from then on there is nobody else who would run the script.
+taken = b""
 
 
 def told():
-    """Whether the word has come, without waiting for it."""
+    """The beginning of the word, if it has come, without waiting for it."""
+    global taken
     try:
-        return posix.read(TOKEN, 1) == b"\n" or posix._exit(3)
+        taken = taken or posix.read(WORD, 1) or posix._exit(3)
     except BlockingIOError:
-        return False
+        pass
+    return taken
 
 
 def told_soon():
-    """Whether the word comes before it has been quiet for a while."""
+    """The beginning of the word, if it comes before it has been quiet for a while."""
     if "select" in sys.builtin_module_names and "select" not in sys.modules:
         import select
 
         del sys.modules["select"]
         poll = select.poll()
-        poll.register(TOKEN, select.POLLIN)
+        poll.register(WORD, select.POLLIN)
         poll.poll(QUIET_MS)
     return told()
 
 
 def warm(names):
-    """Imports these, as long as nobody waits. Returns what is hidden of them, and whether somebody does."""
+    """Imports these, as long as nobody waits. Returns what is hidden of them, and the beginning of the word if it has come."""
     word = told_soon()
     hidden, uses, before = Hidden(), {}, set(sys.modules)
     load = builtins.__import__
@@ -241,6 +281,10 @@ def warm(names):
         return frame
 
     def note(name, globals=None, locals=None, fromlist=(), level=0):
+        if told():
+            # Nobody knows how long the rest takes, and a start is short.
+            builtins.__import__ = load
+            give_up()
         module = load(name, globals, locals, fromlist, level)
         frame = importer()
         if frame is not None:
@@ -327,6 +371,8 @@ def start_depends_on():
     others = [sys.executable, home + "/pyvenv.cfg", os.path.dirname(home) + "/pyvenv.cfg"]
     # Those of the loader and of the C library, which has looked for the time zone by now.
     others += ["/etc/ld.so.preload", "/etc/ld.so.cache", "/etc/localtime"]
+    # What a library reads when a module is loaded that needs it.
+    others += ["/etc/ssl/openssl.cnf", "/usr/lib/ssl/openssl.cnf"]
     return noted + [signature(path) for path in others], runs
 
 
@@ -345,6 +391,37 @@ def afresh(env):
             except OSError:
                 pass
     posix._exit(127)
+
+
+def environment(parts):
+    """That of the script, if nothing was made of it here."""
+    if parts:
+        return dict(part.split(b"=", 1) for part in parts[2:])
+    try:
+        directory = posix.getcwdb()
+    except OSError:
+        directory = b"/"
+    return {**posix.environ, b"PYTHONPATH": directory}
+
+
+def enter(parts):
+    try:
+        posix.chdir(parts[0])
+    except OSError:
+        posix._exit(126)
+    if parts[1] != b"1":
+        no_input()
+
+
+def give_up():
+    """Ends one that can't wait. If the word was taken, the script is still to be run."""
+    if not taken:
+        posix._exit(3)
+    os.set_blocking(WORD, True)
+    parts = whole(taken)[1]
+    if parts:
+        enter(parts)
+    afresh(environment(parts))
 
 
 def interrupted():
@@ -371,6 +448,66 @@ def no_input():
     sys.stdin = sys.__stdin__ = new
 
 
+class Expected:
+    """Everything is as an execution finds it that is like the one before; see take_over for the others."""
+
+    def __init__(self, hidden, noted):
+        import site
+
+        self.path, self.places = list(sys.path), set(sys.path_importer_cache)
+        self.directory = posix.getcwd()
+        self.was = signature(self.directory)
+        self.rest = [entry for entry in noted if not self.covers(entry)]
+        lead(self.directory)
+        if hidden is not None:
+            for finder in (bootstrap.BuiltinImporter, bootstrap.FrozenImporter):
+                offer(hidden, finder, None)
+            for place, finder in list(sys.path_importer_cache.items()):
+                if isinstance(finder, external.FileFinder):
+                    offer(hidden, finder, place if place in sys.path else None)
+        names = ["sitecustomize"] + ["usercustomize"] * bool(site.ENABLE_USER_SITE)
+        self.customized = any(bootstrap._find_spec(name, None) is not None for name in names)
+        # It is no place of modules; the search for that would end in the same.
+        sys.path_importer_cache[sys.orig_argv[1]] = None
+        self.search = site.execusercustomize
+        if site.ENABLE_USER_SITE:
+            # Nobody else calls it, and it is to be seen by none.
+            site.execusercustomize = self.skip
+
+    def covers(self, entry):
+        """Whether it can't have changed if nothing has in /usr, /etc and the directory."""
+        path, below = entry[0], self.directory.rstrip("/") + "/"
+        if path.startswith(("/usr/", "/etc/")) and os.path.realpath(path).startswith(("/usr/", "/etc/")):
+            return True
+        return entry[1] is None and path.startswith(below) and signature(below + path[len(below) :].partition("/")[0])[1] is None
+
+    def holds(self):
+        """Whether a search for modules would still find none of those that customize a start."""
+        return not self.customized and signature(self.directory) == self.was
+
+    def skip(self):
+        """In place of a search that would find nothing."""
+        import site
+
+        site.execusercustomize = self.search
+
+    def undo(self):
+        self.skip()
+        sys.path[:] = self.path
+        for place in set(sys.path_importer_cache) - self.places:
+            del sys.path_importer_cache[place]
+
+
+def lead(path):
+    """These places come first, and nothing is to be said of that but where."""
+    import site
+
+    os.environ["PYTHONPATH"] = path
+    posix.environ[b"PYTHONPATH"] = os.fsencode(path)
+    sys.path[:0] = [os.path.abspath(place) for place in path.split(":")]
+    site.removeduppaths()
+
+
 def wait():
     home = os.path.dirname(__file__)
     # All of it is read while it is there.
@@ -379,16 +516,23 @@ def wait():
     sys.path.remove(home)
     sys.path_importer_cache.pop(home, None)
     base = dict(os.environ)
-    os.set_blocking(TOKEN, False)
-    if told():
+    os.set_blocking(WORD, False)
+    word = told()
+    if word:
         # It came while this was starting: nothing can have changed since.
-        return None, [], None, base
+        os.set_blocking(WORD, True)
+        return word, None, [], None, base
     noted, runs = start_depends_on()
     modules = set(sys.modules)
     hidden, word = warm(names)
     if len(posix.listdir("/proc/self/task")) > 1:
         # Whoever forks would lose them.
-        posix._exit(3)
+        give_up()
+    expected = Expected(hidden, noted)
+    # What is done for the first time is slow, and most programs print something.
+    null = posix.open("/dev/null", posix.O_WRONLY)
+    posix.write(null, b"\n")
+    posix.close(null)
     import gc
 
     if "gc" not in modules:
@@ -403,47 +547,51 @@ def wait():
     main.__dict__.clear()
     main.__dict__.update(sys.modules["__main__"].__dict__)
     sys.modules["__main__"] = main
-    if not word:
-        os.set_blocking(TOKEN, True)
-        if posix.read(TOKEN, 1) != b"\n":
-            posix._exit(3)
-    return hidden, noted, runs, base
+    os.set_blocking(WORD, True)
+    return word or posix.read(WORD, 1) or posix._exit(3), expected, noted, runs, base
 
 
-def message():
-    """The directory, whether there is input, and the environment."""
-    parts = posix.pread(MESSAGE, posix.fstat(MESSAGE).st_size, 0).split(b"\0")[:-1]
-    posix.close(TOKEN)
-    posix.close(MESSAGE)
-    return parts[0], parts[1] == b"1", dict(part.split(b"=", 1) for part in parts[2:])
+def whole(word):
+    """The line, and the parts that it announces."""
+    line, rest = b"", b""
+    while word != b"\n":
+        line += word
+        word = posix.read(WORD, 1) or posix._exit(3)
+    while len(rest) < int(line or 0):
+        rest += posix.read(WORD, int(line) - len(rest)) or posix._exit(3)
+    return line, rest.split(b"\0")[:-1]
 
 
-def take_over(hidden, noted, runs, base, directory, has_input, env):
-    posix.chdir(directory)
-    if not has_input:
-        no_input()
-    ours = ("PYTHONPATH", "PYTHONUNBUFFERED")
-    same = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
-    changed = any(base.get(name) != same.get(name) for name in {*base, *same} if name not in ours)
-    if changed and runs is None:
-        runs = start_depends_on()[1]
-    if (runs and changed) or any(signature(entry[0]) != entry for entry in noted) or first_python(env) != os.fsencode(sys.executable):
-        afresh(env)
-    os.environ.clear()
-    os.environ.update(same)
-    posix.environ.clear()
-    posix.environ.update(env)
-    import site
-
-    sys.path[:0] = [os.path.abspath(place) for place in same["PYTHONPATH"].split(":")]
-    site.removeduppaths()
-    if hidden is None:
-        return
-    for finder in (bootstrap.BuiltinImporter, bootstrap.FrozenImporter):
-        offer(hidden, finder, None)
-    for place, finder in list(sys.path_importer_cache.items()):
+def take_over(parts, expected, noted, runs, base):
+    """Returns whether there is more to be done before the script: a search for what customizes a start."""
+    env = posix.environ
+    if parts:
+        if expected is not None:
+            expected.undo()
+        enter(parts)
+        env = environment(parts)
+        same = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
+        ours = ("PYTHONPATH", "PYTHONUNBUFFERED")
+        if any(base.get(name) != same.get(name) for name in {*base, *same} if name not in ours):
+            if start_depends_on()[1] if runs is None else runs:
+                afresh(env)
+        os.environ.clear()
+        os.environ.update(same)
+        posix.environ.clear()
+        posix.environ.update(env)
+        lead(same["PYTHONPATH"])
+    elif expected is None:
+        lead(posix.getcwd())
+    for finder in sys.path_importer_cache.values():
         if isinstance(finder, external.FileFinder):
-            offer(hidden, finder, place if place in sys.path else None)
+            finder.invalidate_caches()
+    if any(signature(entry[0]) != entry for entry in noted) or first_python(env) != os.fsencode(sys.executable):
+        afresh(env)
+    if not parts and expected is not None and expected.holds():
+        return False
+    if not parts and expected is not None:
+        expected.skip()
+    return True
 
 
 def first_python(env):
@@ -454,17 +602,22 @@ def first_python(env):
 
 
 try:
-    state = wait()
+    word, *state = wait()
 except KeyboardInterrupt:
     interrupted()
 except BaseException:
-    posix._exit(3)
-told_now = message()
+    give_up()
+line, parts = whole(word)
+expected = state[0]
+if not line and expected is not None and not expected.customized and not expected.rest:
+    # What would have been said: there is none.
+    raise ModuleNotFoundError("No module named 'sitecustomize'", name="sitecustomize")
 try:
-    take_over(*state, *told_now)
+    searches = take_over(parts, *state)
 except Exception:
-    # From here on there is nobody else who would run it.
-    afresh(told_now[2])
+    afresh(environment(parts))
+if not searches:
+    raise ModuleNotFoundError("No module named 'sitecustomize'", name="sitecustomize")
 del sys.modules["sitecustomize"]
 # The one that would have been found without this one.
 import sitecustomize

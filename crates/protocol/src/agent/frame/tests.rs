@@ -80,6 +80,7 @@ fn an_exec_carries_its_code_as_it_is() {
         id: "e1".parse().unwrap(),
         language: crate::agent::Language::Bash,
         env: [("A".to_owned(), "b c".to_owned())].into(),
+        only_here: Default::default(),
         cwd: "/root".to_owned(),
         stdin: true,
         tty: None,
