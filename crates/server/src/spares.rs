@@ -15,7 +15,7 @@ const ENVIRONMENT: [(&str, &str); 6] = [
 ];
 
 /// Of each language, unless the operator says otherwise.
-pub const SPARE_INTERPRETERS: u32 = 0;
+pub const SPARE_INTERPRETERS: u32 = 1;
 
 /// What a bash and a Python that wait with the modules below are resident with, pages of the image among them.
 pub const SPARE_PAIR_MIB: u32 = 32;

@@ -6,13 +6,16 @@
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
 
 use futures_util::{SinkExt as _, StreamExt as _};
 use sandboxer_protocol::SandboxId;
-use sandboxer_runtime::{AfterSave, BoxFuture, FakeRuntime, HostLimits, Instance, Launch, Runtime, RuntimeError};
+use sandboxer_runtime::{AfterSave, BoxFuture, FakeRuntime, Fault, HostLimits, Instance, Launch, NotWhole, Runtime, RuntimeError};
 use sandboxer_server::{Access, ApiKey, CheckpointSettings, Collection, Facts, Images, Server, Settings, StopHow, Terms};
 use sandboxer_store::Place;
 use serde_json::{Value, json};
@@ -28,14 +31,20 @@ use tokio_tungstenite::{
     tungstenite::{Message, client::IntoClientRequest as _},
 };
 
+const MANY: usize = Semaphore::MAX_PERMITS / 2;
 const PATIENCE: Duration = Duration::from_secs(30);
 const ALICE: &str = "alice:key-of-alice-0123456789abcdef";
 const BOB: &str = "bob:key-of-bob-0123456789abcdef00";
 
-/// A runtime whose saves wait until they may go on.
+/// A runtime whose saves and starts wait until they may go on.
 #[derive(Clone)]
 struct Gated {
     inner: FakeRuntime,
+    /// Starts that have begun, and how many of them were under way at once at most.
+    starts: Arc<Semaphore>,
+    starting: Arc<AtomicUsize>,
+    most_starting: Arc<AtomicUsize>,
+    may_start: Arc<Semaphore>,
     /// Saves that have begun.
     begun: Arc<Semaphore>,
     may_save: Arc<Semaphore>,
@@ -43,7 +52,15 @@ struct Gated {
 
 impl Runtime for Gated {
     fn start<'a>(&'a self, launch: &'a Launch) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
-        self.inner.start(launch)
+        Box::pin(async move {
+            let starting = self.starting.fetch_add(1, Ordering::SeqCst) + 1;
+            self.most_starting.fetch_max(starting, Ordering::SeqCst);
+            self.starts.add_permits(1);
+            self.may_start.acquire().await.unwrap().forget();
+            let started = self.inner.start(launch).await;
+            self.starting.fetch_sub(1, Ordering::SeqCst);
+            started
+        })
     }
 
     fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>> {
@@ -72,6 +89,10 @@ impl Runtime for Gated {
 
     fn restore_into<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
         self.inner.restore_into(launch, from)
+    }
+
+    fn whole<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), NotWhole>> {
+        self.inner.whole(id, dir)
     }
 
     fn pause<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<(), RuntimeError>> {
@@ -119,23 +140,27 @@ impl Ground {
         settings.access = Access { keys: ApiKey::parse_list(&format!("{ALICE}\n{BOB}")).unwrap(), ..Access::default() };
         let runtime = Gated {
             inner: FakeRuntime::new(),
+            starts: Arc::new(Semaphore::new(0)),
+            starting: Arc::default(),
+            most_starting: Arc::default(),
+            may_start: Arc::new(Semaphore::new(MANY)),
             begun: Arc::new(Semaphore::new(0)),
-            may_save: Arc::new(Semaphore::new(Semaphore::MAX_PERMITS / 2)),
+            may_save: Arc::new(Semaphore::new(MANY)),
         };
         let images = Images::fixed(self.image());
         let server = Server::start(settings, Arc::new(runtime.clone()), images, HostLimits::none("a test")).await.unwrap();
         let address = server.address().unwrap();
         let (stop, stopped) = oneshot::channel();
         let task = tokio::spawn(server.serve(async { stopped.await.unwrap_or(StopHow::Restart) }));
-        Running { runtime, address, _stop: stop, _task: task }
+        Running { runtime, address, stop, task }
     }
 }
 
 struct Running {
     runtime: Gated,
     address: SocketAddr,
-    _stop: oneshot::Sender<StopHow>,
-    _task: JoinHandle<()>,
+    stop: oneshot::Sender<StopHow>,
+    task: JoinHandle<()>,
 }
 
 fn secret(key: &str) -> &str {
@@ -271,6 +296,110 @@ async fn a_sandbox_that_rests_is_deleted_by_its_owner_alone_and_wherever_that_is
 }
 
 #[tokio::test]
+async fn whoever_creates_beyond_what_can_be_started_at_once_waits_for_a_turn() {
+    let ground = Ground::new();
+    let server = ground.serve("a").await;
+    let at_once = 2 * std::thread::available_parallelism().unwrap().get();
+    server.runtime.may_start.forget_permits(MANY);
+    let create = || ask(server.address, ALICE, "POST", "/v1/sandboxes", json!({}));
+    let creates = futures_util::future::join_all((0..at_once + 4).map(|_| create()));
+    let gate = async {
+        let begun = server.runtime.starts.acquire_many(u32::try_from(at_once).unwrap());
+        timeout(PATIENCE, begun).await.expect("as many as may").unwrap().forget();
+        // So long none of the others begins.
+        let one_more = timeout(Duration::from_millis(300), server.runtime.starts.acquire()).await;
+        assert!(one_more.is_err(), "they don't wait");
+        server.runtime.may_start.add_permits(MANY);
+    };
+    let (made, ()) = tokio::join!(creates, gate);
+    assert!(made.iter().all(|(status, _)| *status == 201), "{made:?}");
+    assert_eq!(server.runtime.most_starting.load(Ordering::SeqCst), at_once);
+}
+
+#[tokio::test]
+async fn whoever_waits_for_a_turn_when_the_server_stops_is_not_started_any_more() {
+    let ground = Ground::new();
+    let server = ground.serve("a").await;
+    let at_once = 2 * std::thread::available_parallelism().unwrap().get();
+    server.runtime.may_start.forget_permits(MANY);
+    let address = server.address;
+    let creates = futures_util::future::join_all((0..at_once + 4).map(|_| ask(address, ALICE, "POST", "/v1/sandboxes", json!({}))));
+    let stopping = async {
+        let begun = server.runtime.starts.acquire_many(u32::try_from(at_once).unwrap());
+        timeout(PATIENCE, begun).await.expect("as many as may").unwrap().forget();
+        // All of them have been let in, and wait.
+        let in_line = async {
+            while !text(address, "/metrics").await.contains(&format!("sandboxer_creates_total {}", at_once + 4)) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(PATIENCE, in_line).await.unwrap();
+        server.stop.send(StopHow::Restart).unwrap();
+        while ask(address, ALICE, "POST", "/v1/sandboxes", json!({})).await.1["error"]["code"] != "server_stopping" {}
+        server.runtime.may_start.add_permits(MANY);
+    };
+    let (made, ()) = tokio::join!(creates, stopping);
+    let refused = made.iter().filter(|(_, answer)| answer["error"]["code"] == "server_stopping").count();
+    assert_eq!(refused, 4, "{made:?}");
+    assert_eq!(server.runtime.starts.available_permits(), 0, "none of them was begun");
+}
+
+/// Those on the volume that nobody has ended for good.
+fn living(ground: &Ground) -> usize {
+    let locks = std::fs::read_dir(ground.0.path().join("volume/locks")).unwrap().flatten().map(|entry| entry.path());
+    let locks = locks.filter(|path| path.extension().is_some_and(|extension| extension == "lock"));
+    locks.filter(|path| serde_json::from_slice::<Value>(&std::fs::read(path).unwrap()).unwrap()["tombstone"].is_null()).count()
+}
+
+#[tokio::test]
+async fn a_fork_whose_memory_does_not_come_leaves_nothing_of_any_copy() {
+    let ground = Ground::new();
+    let a = ground.serve("a").await;
+    let sandbox = a.create(json!({"enable_checkpoint": true})).await;
+    a.save(&sandbox).await;
+    assert_eq!((a.runtime.inner.ids().len(), living(&ground)), (0, 1));
+    let path = format!("{}/fork", sandbox.path);
+    let fork = || ask(a.address, ALICE, "POST", &path, json!({"count": 3}));
+    for fault in [Fault::NotWhole, Fault::Unreadable] {
+        a.runtime.inner.fail_until_mended(fault, "the disk is broken");
+        let (status, told) = fork().await;
+        assert!(status >= 500, "{told}");
+        assert_eq!((a.runtime.inner.ids().len(), living(&ground)), (0, 1), "{fault:?}");
+        assert_eq!(std::fs::read_dir(ground.0.path().join("a/sandboxes")).unwrap().count(), 0);
+        a.runtime.inner.mend(fault);
+    }
+    // One that failed is restored once more.
+    a.runtime.inner.fail_next(Fault::NotWhole, "a moment's weakness");
+    let (status, made) = fork().await;
+    assert_eq!((status, made["items"].as_array().map(Vec::len)), (201, Some(3)), "{made}");
+    assert_eq!((a.runtime.inner.ids().len(), living(&ground)), (3, 4));
+}
+
+#[tokio::test]
+async fn a_server_that_stops_does_not_wait_for_the_memory_of_a_fork() {
+    let ground = Ground::new();
+    let a = ground.serve("a").await;
+    let sandbox = a.create(json!({"enable_checkpoint": true})).await;
+    a.save(&sandbox).await;
+    a.runtime.inner.fail_until_mended(Fault::NeverWhole, "");
+    let (address, path) = (a.address, format!("{}/fork", sandbox.path));
+    let forking = tokio::spawn(async move { ask(address, ALICE, "POST", &path, json!({"count": 2})).await });
+    let begun = async {
+        while a.runtime.inner.ids().len() < 2 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(PATIENCE, begun).await.unwrap();
+    let stopped = std::time::Instant::now();
+    a.stop.send(StopHow::Drain).unwrap();
+    let (status, told) = timeout(PATIENCE, forking).await.unwrap().unwrap();
+    assert!(status >= 500, "{told}");
+    timeout(PATIENCE, a.task).await.unwrap().unwrap();
+    assert!(stopped.elapsed() < Duration::from_secs(5), "{:?}", stopped.elapsed());
+    assert!(a.runtime.inner.ids().is_empty(), "nothing is left of it");
+}
+
+#[tokio::test]
 async fn a_sandbox_that_is_being_saved_is_deleted_too() {
     let ground = Ground::new();
     let a = ground.serve("a").await;
@@ -348,8 +477,18 @@ async fn an_execution_keeps_its_sandbox_for_as_long_as_its_caller_is_there() {
         let caller = begin(&a, &sandbox, more, count).await;
         a.attach(&sandbox).await.expect("SANDBOX_IN_USE").await;
         drop(caller);
-        let mut ws = a.attach(&sandbox).await;
-        ws.expect("SANDBOX_RUNNING").await;
+        // It may take a moment until the server knows that the caller has gone.
+        let attached = async {
+            loop {
+                let mut ws = a.attach(&sandbox).await;
+                let told = ws.status_but(&[]).await;
+                if told["status"] == "SANDBOX_RUNNING" {
+                    break ws;
+                }
+                assert_eq!(told["status"], "SANDBOX_IN_USE", "{told}");
+            }
+        };
+        let mut ws = timeout(PATIENCE, attached).await.unwrap();
         // What was begun goes on, and is who attaches' to end.
         ws.0.send(Message::text(json!({"action": "kill_process"}).to_string())).await.unwrap();
         loop {

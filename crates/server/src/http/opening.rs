@@ -94,10 +94,13 @@ pub(super) async fn attach(
     })
 }
 
+/// Of messages that wait for each other.
+const SMALL_MESSAGES_BYTES: usize = 4096;
+
 fn upgrade_with(manager: &Manager, upgrade: WebSocketUpgrade) -> WebSocketUpgrade {
     let limit = manager.settings().max_message_bytes;
-    // Messages are handed over one at a time, each at once: there is nothing to gather.
-    upgrade.max_message_size(limit).max_frame_size(limit).write_buffer_size(0)
+    // Small messages that are there together go out together, when they are flushed; nothing larger is gathered.
+    upgrade.max_message_size(limit).max_frame_size(limit).write_buffer_size(SMALL_MESSAGES_BYTES)
 }
 
 /// A client that is about to have its sandbox.

@@ -1,9 +1,9 @@
 //! A WebSocket once its sandbox is found: messages in, messages out, until one side closes.
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{collections::VecDeque, future::poll_fn, sync::Arc, time::Duration};
 
 use axum::extract::ws::{CloseFrame, Message, Utf8Bytes, WebSocket};
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use futures_util::{
     SinkExt as _, StreamExt as _,
     stream::{SplitSink, SplitStream},
@@ -153,7 +153,7 @@ async fn write_all(
     answers: &mut mpsc::Receiver<ServerEvent>,
 ) -> Wrote {
     // Used again for each piece of output: memory from the system is as dear as what is done with it. Given back between executions.
-    let mut buffer = BytesMut::new();
+    let mut buffer = String::new();
     loop {
         let message = tokio::select! {
             message = outgoing.recv() => message,
@@ -172,7 +172,7 @@ async fn write_all(
                     feed_text(sink, &mut buffer).await
                 }
                 Outgoing::End(events) => {
-                    buffer = BytesMut::new();
+                    buffer = String::new();
                     feed_all(sink, events).await
                 }
                 Outgoing::Ping(payload) => sink.feed(Message::Ping(payload)).await,
@@ -190,18 +190,16 @@ async fn write_all(
 }
 
 /// Sends what is in the buffer and leaves it empty, to be used again.
-async fn feed_text(sink: &mut SplitSink<WebSocket, Message>, buffer: &mut BytesMut) -> Result<(), axum::Error> {
-    let json = std::mem::take(buffer).freeze();
-    let fed = match Utf8Bytes::try_from(json.clone()) {
-        Ok(text) => sink.feed(Message::Text(text)).await,
-        Err(error) => Err(axum::Error::new(error)),
-    };
-    // The message was copied to where frames are put together, so this is the only one who has it.
-    if let Ok(mut emptied) = json.try_into_mut() {
-        emptied.clear();
-        *buffer = emptied;
-    }
-    fed
+async fn feed_text(sink: &mut SplitSink<WebSocket, Message>, buffer: &mut String) -> Result<(), axum::Error> {
+    let text = Utf8Bytes::from(std::mem::take(buffer));
+    sink.feed(Message::Text(text.clone())).await?;
+    // Until this is ready for the next one, it holds the message itself.
+    poll_fn(|context| sink.poll_ready_unpin(context)).await?;
+    // It was copied to where frames are put together: this is the only one who has it, and gets its memory.
+    let mut emptied = Vec::from(Bytes::from(text));
+    emptied.clear();
+    *buffer = String::from_utf8(emptied).unwrap_or_default();
+    Ok(())
 }
 
 async fn feed_all(sink: &mut SplitSink<WebSocket, Message>, events: Vec<ServerEvent>) -> Result<(), axum::Error> {

@@ -26,7 +26,15 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument as _, debug, info, info_span, warn};
 
-use super::{Handle, Keeping, Manager, Opened, Running, TakingUp, Wire, converse, prepare};
+use super::{
+    Handle, Manager,
+    converse::{Opened, Running, converse},
+    handle::Wire,
+    keep::Keeping,
+    launch::{prepare, private_dir},
+    secrets::same_secret,
+    take_up::TakingUp,
+};
 use crate::{
     checkpoints::Checkpoints,
     sandbox::{
@@ -63,7 +71,7 @@ pub(crate) struct There {
 impl There {
     /// Whether this is the sandbox's token, without telling how much of it is right.
     pub(crate) fn opens(&self, token: &str) -> bool {
-        super::same_secret(token, &self.token_sha256)
+        same_secret(token, &self.token_sha256)
     }
 }
 
@@ -477,7 +485,7 @@ impl Restorer {
     fn keep_boot_log(&self, dir: &std::path::Path) {
         let kept = self.manager.settings.data_dir.join("failed-restores");
         if let Ok(log) = std::fs::read(dir.join("boot.log"))
-            && super::private_dir(&kept).and_then(|()| std::fs::write(kept.join(format!("{}.log", self.id)), log)).is_err()
+            && private_dir(&kept).and_then(|()| std::fs::write(kept.join(format!("{}.log", self.id)), log)).is_err()
         {
             warn!("the boot log of the failed restore could not be kept");
         }

@@ -14,7 +14,7 @@ use sandboxer_protocol::{
     SandboxId,
     agent::{FromAgent, FromAgentFrame, Marker, ToAgent},
 };
-use sandboxer_runtime::{AfterSave, Launch};
+use sandboxer_runtime::{AfterSave, End, Ended, Launch, NotWhole};
 use sandboxer_store::Manifest;
 use tokio::{
     task::spawn_blocking,
@@ -23,13 +23,18 @@ use tokio::{
 use tracing::{Instrument as _, info, info_span, warn};
 
 use super::{
-    Manager, Opened, Running, converse, hash, new_token,
+    Manager,
+    converse::{Opened, Running, converse},
+    launch::prepare,
     pool::Container,
-    prepare,
+    secrets::{hash, new_token},
     template::{Template, unpack},
 };
 use crate::{
-    sandbox::record::{Record, SandboxConfig},
+    sandbox::{
+        driver::END_EXPLAINED,
+        record::{Record, SandboxConfig},
+    },
     templates::{Held, Key, Templates, Wanted, Work},
 };
 
@@ -73,6 +78,7 @@ impl Manager {
             Ok(opened) => {
                 info!(ms = begun.elapsed().as_millis(), into_waiting, "restored as it is when it is unpacked");
                 self.metrics.template_restores.inc();
+                self.doubt(templates, held, launch, opened.running.ended.clone());
                 Some(opened)
             }
             Err(why) => {
@@ -83,6 +89,36 @@ impl Manager {
                 None
             }
         }
+    }
+
+    /// A copy runs before all of its memory is there. If that never comes, the template is to blame, and the next sandbox is unpacked.
+    fn doubt(self: &Arc<Self>, templates: Templates, held: Held, launch: &Launch, ended: Ended) {
+        let (manager, id, dir) = (Arc::clone(self), launch.id, launch.dir.clone());
+        let look = async move {
+            let to_blame = async {
+                match manager.runtime.whole(id, &dir).await {
+                    Ok(()) | Err(NotWhole::TooLate(_)) => None,
+                    Err(error @ NotWhole::Unreadable(_)) => Some(error.to_string()),
+                    Err(NotWhole::Ended) => match timeout(END_EXPLAINED, ended.wait()).await {
+                        // Neither its client ended it, nor did we, nor had it too little memory. A template that was saved badly looks like this, and making
+                        // a good one anew costs little.
+                        Ok(End::Failed(why)) => Some(why),
+                        _ => None,
+                    },
+                }
+            };
+            let to_blame = tokio::select! {
+                biased;
+                why = to_blame => why,
+                // Whoever uses it next finds out.
+                () = manager.stopped() => None,
+            };
+            if let Some(why) = to_blame {
+                warn!(why, "the template can't be restored whole, and is removed");
+                let _ = spawn_blocking(move || templates.discard(held)).await;
+            }
+        };
+        self.drivers.spawn(look.in_current_span());
     }
 
     async fn restore_copy(&self, held: &Held, launch: &mut Launch, record: &mut Record, into: Option<Container>) -> Result<Opened, String> {
@@ -211,3 +247,6 @@ async fn rest(running: &mut Running) -> Result<(), String> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -16,7 +16,13 @@ use sandboxer_store::{CheckpointName, FileSet, ManifestAt, SandboxStatus, lease:
 use tokio::time::{Instant, timeout};
 use tracing::{Instrument as _, info, info_span, warn};
 
-use super::{CERTAIN_WITHIN, CreateError, Created, Manager, Opened, Running, Wire, converse, hash, new_token, prepare};
+use super::{
+    CERTAIN_WITHIN, CreateError, Created, Manager,
+    converse::{Opened, Running, converse},
+    handle::Wire,
+    launch::{STOPPING, prepare},
+    secrets::{hash, new_token},
+};
 use crate::{
     checkpoints::{Checkpoints, Found, Origin},
     sandbox::record::{RECORD_VERSION, Record},
@@ -167,6 +173,9 @@ impl Manager {
             let first = self.start_from(&launch, &record, files, container.take()).await;
             let Err(why) = first else { return first };
             warn!(why, "could not be restored");
+            if self.stopping().is_some() {
+                return Err(why);
+            }
             self.discard(&launch).await;
             self.start_from(&launch, &record, files, None).await
         };
@@ -199,7 +208,19 @@ impl Manager {
             None => self.runtime.restore(launch, files.dir()).await,
         };
         let instance = restored.map_err(|error| error.to_string())?;
-        converse(instance, &record.marker, self.settings.start_timeout).await
+        let opened = converse(instance, &record.marker, self.settings.start_timeout).await?;
+        // All of them or none: there is no going back on one that was handed out.
+        self.all_there(launch).await?;
+        Ok(opened)
+    }
+
+    /// Waits until all memory of a sandbox is there that was restored. A server that stops does not: nothing was given up for it yet.
+    pub(super) async fn all_there(&self, launch: &Launch) -> Result<(), String> {
+        tokio::select! {
+            biased;
+            whole = self.runtime.whole(launch.id, &launch.dir) => whole.map_err(|error| error.to_string()),
+            () = self.stopped() => Err(STOPPING.to_owned()),
+        }
     }
 
     /// Each that is kept on the volume is safe there from its first moment, for the price of a manifest; then it is one that the next

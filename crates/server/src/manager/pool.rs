@@ -34,7 +34,11 @@ use tokio::{
 use tracing::{Instrument as _, debug, info, info_span, warn};
 
 use self::shelves::{Shelves, Waits};
-use super::{CreateError, Manager, Opened, Running, prepare};
+use super::{
+    CreateError, Manager,
+    converse::{Opened, Running},
+    launch::prepare,
+};
 use crate::{
     images::BaseImage,
     limits::Limits,

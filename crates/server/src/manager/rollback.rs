@@ -15,7 +15,11 @@ use sandboxer_store::{ManifestAt, lease::handoff::Keeper};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::{Instrument as _, warn};
 
-use super::{Manager, Opened, Running, converse, prepare};
+use super::{
+    Manager,
+    converse::{Opened, Running, converse},
+    launch::prepare,
+};
 use crate::{
     checkpoints::{Checkpoints, Found},
     sandbox::{Execution, driver::Command, host::SandboxHost, record::Record, transfers::SingleFiles},
@@ -109,6 +113,8 @@ impl Roller {
             };
             let instance = restored.map_err(|error| error.to_string())?;
             let opened = converse(instance, &record.marker, manager.settings.start_timeout).await?;
+            // What it goes back from is given up now.
+            manager.all_there(&launch).await?;
             if let Some(keeper) = &going.keeper {
                 let name = self.checkpoints.again(&manifest, &files, &record, keeper.lease().latest()).await;
                 let name = name.map_err(|error| error.whole())?;

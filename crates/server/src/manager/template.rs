@@ -22,7 +22,11 @@ use tokio::{
 };
 use tracing::info;
 
-use super::{CreateError, Manager, Opened, Running};
+use super::{
+    CreateError, Manager,
+    converse::{Opened, Running},
+    create::CREATE_ELSEWHERE,
+};
 use crate::{
     filesystems::{self, Filesystems},
     sandbox::record::Record,
@@ -70,7 +74,10 @@ impl Manager {
         record: &mut Record,
         template: Option<&Template>,
     ) -> Result<Opened, CreateError> {
-        let not_started = |why: String| CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {why}"));
+        let not_started = |why: String| match self.stopping() {
+            Some(_) => CreateError::new(ErrorCode::ServerStopping, CREATE_ELSEWHERE),
+            None => CreateError::new(ErrorCode::RuntimeFailed, format!("The sandbox could not be started: {why}")),
+        };
         let Some(template) = template else { return self.start(launch, record).await.map_err(not_started) };
         let key = template.key(launch);
         if let Some(key) = &key

@@ -199,12 +199,15 @@ impl Driver {
         let config = &self.record.config;
         let mut env = environment();
         env.extend(config.env.clone());
-        env.extend(request.env.unwrap_or_default());
+        let own = request.env.unwrap_or_default();
+        let only_here = own.keys().cloned().collect();
+        env.extend(own);
         let spec = ExecSpec {
             number,
             id: request.execution_id.unwrap_or_else(ExecutionId::random),
             language,
             env,
+            only_here,
             cwd: request.cwd.or_else(|| config.cwd.clone()).unwrap_or_else(|| HOME.to_owned()),
             stdin: request.stdin.unwrap_or(true),
             tty: request.tty.map(|tty| TerminalSize { rows: tty.rows, cols: tty.cols }),

@@ -6,7 +6,6 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use base64::{Engine as _, prelude::BASE64_STANDARD};
-use bytes::BytesMut;
 use futures_util::stream;
 use sandboxer_protocol::{
     agent::Stream,
@@ -114,9 +113,9 @@ fn told(watched: Watched) -> Body {
         let text = match watched.next().await? {
             ExecutionWord::Event(event) => framed(name(&event), event.to_json().as_bytes()),
             ExecutionWord::Output(piece) => {
-                let mut json = BytesMut::new();
+                let mut json = String::new();
                 put_output(&mut json, piece.stream, piece.encoding, &piece.data, piece.offset, piece.end, &piece.execution);
-                framed(if piece.stream == Stream::Stdout { "stdout" } else { "stderr" }, &json)
+                framed(if piece.stream == Stream::Stdout { "stdout" } else { "stderr" }, json.as_bytes())
             }
         };
         Some((Ok::<_, std::convert::Infallible>(text), watched))

@@ -25,6 +25,8 @@ use crate::sandbox::{
 const KNOCK: Duration = Duration::from_secs(2);
 /// Others that may knock while the attached client is asked for a sign of life.
 pub(super) const MAX_KNOCKING: usize = 8;
+/// So long behind output comes its ping: many a program has ended by then, and needs no two.
+const PING_AFTER: Duration = Duration::from_millis(3);
 /// Under load, output between two pings.
 const PING_EVERY_BYTES: u64 = 512 * 1024;
 
@@ -43,6 +45,8 @@ pub(in crate::sandbox) struct Client {
     /// What the newest ping that is on its way will acknowledge.
     ping: Option<Pinged>,
     last_ping: Pinged,
+    /// When output that was handed out is asked to be acknowledged, unless there is more of it or its end before.
+    ping_at: Option<Instant>,
     /// A ping is wanted whatever there is to acknowledge.
     pub(super) ping_wanted: bool,
     /// A pong to this ping, or a later one, is a sign of life to those who knock.
@@ -130,6 +134,7 @@ impl Driver {
             wanted: None,
             ping: None,
             last_ping: Pinged::default(),
+            ping_at: None,
             ping_wanted: news,
             alive_from: 0,
             leaving: false,
@@ -220,7 +225,13 @@ impl Driver {
         }
     }
 
-    /// A ping that should go out now: right behind output, one at a time.
+    /// When to look for a ping that waits. None: whatever it waits for will be noticed.
+    pub(super) fn next_ping(&self) -> Option<Instant> {
+        let client = self.client.as_ref().filter(|client| !client.leaving && client.ping.is_none())?;
+        client.ping_at.filter(|at| *at > Instant::now())
+    }
+
+    /// A ping that should go out now: behind output, one at a time.
     pub(super) fn ping_due(&self) -> Option<Pinged> {
         let client = self.client.as_ref().filter(|client| !client.leaving)?;
         let last = client.last_ping;
@@ -239,8 +250,11 @@ impl Driver {
         }
         let fresh = |now: u64, last: u64| if last > now { now } else { now - last };
         let bytes = fresh(now.upto.stdout, last.upto.stdout).saturating_add(fresh(now.upto.stderr, last.upto.stderr));
-        let news = (now.number, now.upto, now.end) != (last.number, last.upto, last.end);
-        (news && (client.outbox.is_empty() || bytes >= PING_EVERY_BYTES)).then_some(now)
+        // Of an execution that has just begun there is nothing to acknowledge.
+        let begun = now.end || now.upto != PerStream::default();
+        let news = begun && (now.number, now.upto, now.end) != (last.number, last.upto, last.end);
+        let soon = now.end || client.ping_at.is_none_or(|at| at <= Instant::now());
+        (news && (client.outbox.is_empty() && soon || bytes >= PING_EVERY_BYTES)).then_some(now)
     }
 
     pub(super) fn hand_out(&mut self, permit: mpsc::OwnedPermit<Outgoing>, ping: Option<Pinged>) {
@@ -248,6 +262,7 @@ impl Driver {
         if let Some(ping) = ping {
             client.ping = Some(ping);
             client.last_ping = ping;
+            client.ping_at = None;
             client.ping_wanted = false;
             permit.send(Outgoing::Ping(ping.payload()));
             return;
@@ -256,6 +271,7 @@ impl Driver {
         if let Some(delivery) = &mut client.delivery {
             match &message {
                 Outgoing::Output(piece) => {
+                    client.ping_at.get_or_insert_with(|| Instant::now() + PING_AFTER);
                     let more = delivery.hand(piece);
                     if more {
                         self.writer.queue(&ToAgent::Credit { number: delivery.number, upto: delivery.granted() });

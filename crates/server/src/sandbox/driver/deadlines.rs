@@ -43,10 +43,8 @@ impl Driver {
         }
         let save = self.saves.next_due();
         let stalled = self.transfers.deadline();
-        [idle, lifetime, execution, grace, silence, save, stalled, self.knock_deadline, self.kill_deadline, self.link_closed]
-            .into_iter()
-            .flatten()
-            .min()
+        let times = [idle, lifetime, execution, grace, silence, save, stalled, self.next_ping()];
+        times.into_iter().chain([self.knock_deadline, self.kill_deadline, self.link_closed]).flatten().min()
     }
 
     pub(super) fn on_deadline(&mut self) -> Option<Outcome> {
