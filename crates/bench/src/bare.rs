@@ -48,7 +48,7 @@ impl Bare {
             cpus: can(Controller::Cpu).then_some(CPUS),
             pids_ceiling: None,
         };
-        let runtime = GvisorRuntime::open(GvisorOptions { runsc, state_dir: home.join("state"), limits }).await?;
+        let runtime = GvisorRuntime::open(GvisorOptions { runsc, state_dir: home.join("state"), limits, file_server: None }).await?;
         let id = SandboxId::random();
         let dir = home.join(id.to_string());
         fs::create_dir_all(&dir)?;
@@ -70,6 +70,7 @@ impl Bare {
             id: ExecutionId::random(),
             language: program.language,
             env: BTreeMap::from([("PATH", "/usr/bin:/bin"), ("HOME", "/root")].map(|(name, value)| (name.to_owned(), value.to_owned()))),
+            only_here: Default::default(),
             cwd: "/root".to_owned(),
             stdin: true,
             tty: None,

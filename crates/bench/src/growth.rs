@@ -10,6 +10,7 @@ use serde_json::json;
 
 use crate::{
     client::Client,
+    machine::Processors,
     memory::{processes_under, pss_mib},
     programs,
     raw::ms_since,
@@ -131,7 +132,7 @@ async fn clients(server: &Server) -> Result<Vec<Step>> {
     let mut steps = Vec::new();
     for count in CLIENTS {
         eprintln!("sandboxer-bench: {count} clients create for {} s", SUSTAINED.as_secs());
-        let begun = Instant::now();
+        let (begun, processors) = (Instant::now(), Processors::now());
         let client = || async {
             let mut times = Vec::new();
             while begun.elapsed() < SUSTAINED {
@@ -149,7 +150,12 @@ async fn clients(server: &Server) -> Result<Vec<Step>> {
         steps.push(Step {
             what: "clients at once".to_owned(),
             count,
-            values: vec![("creates a second", rate), ("create p50 ms", summary.p50), ("create p99 ms", summary.p99)],
+            values: vec![
+                ("creates a second", rate),
+                ("create p50 ms", summary.p50),
+                ("create p99 ms", summary.p99),
+                ("processors busy %", processors.used_since()),
+            ],
         });
     }
     Ok(steps)

@@ -44,6 +44,28 @@ pub(crate) fn load() -> String {
     line("/proc/loadavg").split(' ').take(3).collect::<Vec<_>>().join(" ")
 }
 
+/// What all processors have done since the start of the machine.
+pub(crate) struct Processors {
+    busy: f64,
+    all: f64,
+}
+
+impl Processors {
+    pub(crate) fn now() -> Self {
+        let times = line("/proc/stat");
+        // Of user, nice, system, idle, waiting for a disk, and more, on the first line.
+        let times: Vec<f64> = times.lines().next().unwrap_or_default().split_whitespace().skip(1).filter_map(|n| n.parse().ok()).collect();
+        let all: f64 = times.iter().take(8).sum();
+        Self { busy: all - times.iter().skip(3).take(2).sum::<f64>(), all }
+    }
+
+    /// How much of them was used since then, in percent.
+    pub(crate) fn used_since(&self) -> f64 {
+        let now = Self::now();
+        100.0 * (now.busy - self.busy) / (now.all - self.all)
+    }
+}
+
 fn line(path: &str) -> String {
     fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
 }

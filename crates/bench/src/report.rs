@@ -24,9 +24,21 @@ pub(crate) struct Bar {
     pub(crate) met: bool,
 }
 
+impl Bar {
+    fn bound(&self) -> String {
+        match (self.at_most, self.at_least) {
+            (Some(most), _) => format!("at most {most}"),
+            (_, Some(least)) => format!("at least {least}"),
+            (None, None) => "no bar".to_owned(),
+        }
+    }
+}
+
 enum Bound {
     AtMost(f64),
     AtLeast(f64),
+    /// It is told, and held against nothing.
+    None,
 }
 
 struct Definition {
@@ -52,6 +64,9 @@ pub(crate) const CHECKPOINT_AT_MOST: f64 = 1.3;
 /// Of runsc's own restore, and decompressing and hashing on all cores.
 pub(crate) const UNCACHED_AT_MOST: f64 = 1.3;
 
+/// What a client gets at least of what the FIFO carries.
+const OF_THE_FIFO: f64 = 0.6;
+
 /// Of a create for which a sandbox waits, in milliseconds, and of its first output when the request came first.
 const READY_MS: f64 = 10.0;
 const FIRST_OUTPUT_MS: f64 = 20.0;
@@ -60,7 +75,7 @@ const FIRST_BYTE_MS: f64 = 3.0;
 /// Of an idle sandbox over one of runsc alone, in MiB.
 const IDLE_MIB: f64 = 2.0;
 
-const BARS: [Definition; 23] = [
+const BARS: [Definition; 25] = [
     Definition {
         part: Part::Latency,
         name: "cold create : raw `runsc run` until the agent answers",
@@ -80,20 +95,27 @@ const BARS: [Definition; 23] = [
         name: "stdout by 64 KiB writes : what the FIFO carries",
         of: (Row::StdoutLarge, Column::Server),
         to: Measure::Times(Row::StdoutLarge, Column::Fifo),
-        bound: Bound::AtLeast(0.6),
+        bound: Bound::AtLeast(OF_THE_FIFO),
     },
     Definition {
         part: Part::Stdout,
         name: "stdout by 4 KiB writes : what the FIFO carries",
         of: (Row::StdoutSmall, Column::Server),
         to: Measure::Times(Row::StdoutSmall, Column::Fifo),
-        bound: Bound::AtLeast(0.6),
+        bound: Bound::AtLeast(OF_THE_FIFO),
     },
     Definition {
         part: Part::Saves,
-        name: "checkpoint until durable : runsc checkpoint + sync + BLAKE3 and zstd -1 of the same bytes",
+        name: "checkpoint of 100 MiB until durable : runsc checkpoint + sync + BLAKE3 and zstd -1 of the same bytes",
         of: (Row::Checkpoint, Column::Server),
         to: Measure::Times(Row::Checkpoint, Column::Raw),
+        bound: Bound::AtMost(CHECKPOINT_AT_MOST),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "... of 64 MiB",
+        of: (Row::CheckpointSmall, Column::Server),
+        to: Measure::Times(Row::CheckpointSmall, Column::Raw),
         bound: Bound::AtMost(CHECKPOINT_AT_MOST),
     },
     Definition {
@@ -109,6 +131,13 @@ const BARS: [Definition; 23] = [
         of: (Row::RestoreCached, Column::Server),
         to: Measure::Times(Row::RestoreCached, Column::Raw),
         bound: Bound::AtMost(0.7),
+    },
+    Definition {
+        part: Part::Saves,
+        name: "... and until its program has read all of its memory, which is there when `runsc restore` returns",
+        of: (Row::RestoreWhole, Column::Server),
+        to: Measure::Times(Row::RestoreWhole, Column::Raw),
+        bound: Bound::None,
     },
     Definition {
         part: Part::Saves,
@@ -206,14 +235,16 @@ const BARS: [Definition; 23] = [
         name: "stdout by 64 KiB writes : PyPI gvisor",
         of: (Row::StdoutLarge, Column::Server),
         to: Measure::Times(Row::StdoutLarge, Column::Package),
-        bound: Bound::AtLeast(5.0),
+        // Five times was wanted, and is more than the FIFO carries: docs/design/2026-11-18-what-a-sandbox-can-print.md.
+        bound: Bound::None,
     },
     Definition {
         part: Part::Stdout,
         name: "stdout by 4 KiB writes : PyPI gvisor",
         of: (Row::StdoutSmall, Column::Server),
         to: Measure::Times(Row::StdoutSmall, Column::Package),
-        bound: Bound::AtLeast(5.0),
+        // Five times was wanted, and is more than the FIFO carries: docs/design/2026-11-18-what-a-sandbox-can-print.md.
+        bound: Bound::None,
     },
     Definition {
         part: Part::Memory,
@@ -244,6 +275,7 @@ pub(crate) fn bars(samples: &Samples, parts: &[Part]) -> Vec<Bar> {
             let (at_most, at_least, met) = match *bound {
                 Bound::AtMost(most) => (Some(most), None, value <= most),
                 Bound::AtLeast(least) => (None, Some(least), value >= least),
+                Bound::None => (None, None, !value.is_nan()),
             };
             Bar { name, value, paired, at_most, at_least, met }
         })
@@ -268,14 +300,13 @@ pub(crate) fn table(samples: &Samples, bars: &[Bar], machine: &Machine, rounds: 
     }
     line(String::new());
     for bar in bars {
-        let verdict = if bar.met { "met   " } else { "MISSED" };
-        let bound = match (bar.at_most, bar.at_least) {
-            (Some(most), _) => format!("at most {most}"),
-            (_, Some(least)) => format!("at least {least}"),
-            (None, None) => String::new(),
+        let verdict = match (bar.met, bar.at_most.or(bar.at_least)) {
+            (false, _) => "MISSED",
+            (true, Some(_)) => "met   ",
+            (true, None) => "told  ",
         };
         let paired = bar.paired.map_or_else(String::new, |paired| format!(", side by side {paired:.2}"));
-        line(format!("{verdict} {:.2} ({bound}{paired})  {}", bar.value, bar.name));
+        line(format!("{verdict} {:.2} ({}{paired})  {}", bar.value, bar.bound(), bar.name));
     }
     line(String::new());
     line(format!(

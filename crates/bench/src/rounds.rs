@@ -20,7 +20,7 @@ use crate::{
     raw::{Raw, RawSandbox, ms_since},
     samples::{Column, Row, Samples},
     saves::Saves,
-    server::{Server, Waits},
+    server::{COME_TO_REST, Server, Waits},
     timing::Timing,
 };
 
@@ -42,8 +42,6 @@ const PRINTS: usize = 2;
 const BACK_TO_BACK: usize = 200;
 /// What takes long is measured in every third round only.
 const SELDOM: usize = 3;
-/// After this the interpreters wait again that the last program took, their modules loaded. Programs of users come further apart than ours.
-const WAIT_AGAIN: std::time::Duration = std::time::Duration::from_millis(700);
 
 const LARGE_WRITE: usize = 64 * 1024;
 const SMALL_WRITE: usize = 4 * 1024;
@@ -102,16 +100,14 @@ impl Bench {
             self.program(round + repeat, &programs::print(), &PRINT).await?;
         }
         self.program(round, &programs::imports(), &IMPORTS).await?;
-        for repeat in 0..ECHOES {
+        for _ in 0..ECHOES {
             let timing = self.fresh_client.run(&programs::echo()).await.context("bash echo without spares")?;
             self.samples.add(Row::EchoFresh, Column::Server, timing.done_ms);
             if let Some(agent_ms) = timing.agent_ms {
                 self.samples.add(Row::EchoAgent, Column::Server, agent_ms);
             }
-            if repeat == 0 && round.is_multiple_of(SELDOM) {
-                self.back_to_back(round).await.context("back to back")?;
-            }
         }
+        self.back_to_back(round).await.context("back to back")?;
         Ok(())
     }
 
@@ -124,6 +120,8 @@ impl Bench {
             } else {
                 (Row::BackToBackFresh, &mut self.fresh_client)
             };
+            // What the one before has set going is over, and interpreters wait.
+            tokio::time::sleep(COME_TO_REST).await;
             let begun = Instant::now();
             for at in 0..BACK_TO_BACK {
                 client.run(&programs[at % programs.len()]).await?;
@@ -137,6 +135,8 @@ impl Bench {
         for (row, write) in [(Row::StdoutLarge, LARGE_WRITE), (Row::StdoutSmall, SMALL_WRITE)] {
             let program = programs::stdout(self.stdout_mib, write);
             for column in turned(round) {
+                // Whoever was measured before has something to clear up, and pools are filled again.
+                tokio::time::sleep(COME_TO_REST).await;
                 if let Some(timing) = self.run(column, &program).await? {
                     self.samples.add(row, column, timing.megabytes_per_second());
                 }
@@ -199,7 +199,8 @@ impl Bench {
     async fn program(&mut self, turn: usize, program: &Program, rows: &Rows) -> Result<()> {
         for column in turned(turn) {
             if column == Column::Server {
-                tokio::time::sleep(WAIT_AGAIN).await;
+                // Programs of users come further apart than ours.
+                tokio::time::sleep(COME_TO_REST).await;
             }
             let Some(timing) = self.run(column, program).await? else { continue };
             self.samples.add(rows.done, column, timing.done_ms);

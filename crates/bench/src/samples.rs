@@ -31,8 +31,11 @@ pub(crate) enum Row {
     Compress,
     Decompress,
     Checkpoint,
+    /// Likewise of a sandbox with 64 MiB.
+    CheckpointSmall,
     SecondWrites,
     RestoreCached,
+    RestoreWhole,
     RestoreUncached,
     Handoff,
     Forks,
@@ -41,7 +44,7 @@ pub(crate) enum Row {
 }
 
 impl Row {
-    pub(crate) const ALL: [Self; 30] = [
+    pub(crate) const ALL: [Self; 32] = [
         Self::Create,
         Self::CreateReady,
         Self::CreateToOutput,
@@ -65,8 +68,10 @@ impl Row {
         Self::Compress,
         Self::Decompress,
         Self::Checkpoint,
+        Self::CheckpointSmall,
         Self::SecondWrites,
         Self::RestoreCached,
+        Self::RestoreWhole,
         Self::RestoreUncached,
         Self::Handoff,
         Self::Forks,
@@ -99,8 +104,10 @@ impl Row {
             Self::Compress => "... BLAKE3 and zstd -1 on all cores, ms",
             Self::Decompress => "... zstd back and BLAKE3 on all cores, ms",
             Self::Checkpoint => "checkpoint until durable, ms",
+            Self::CheckpointSmall => "... of 64 MiB, ms",
             Self::SecondWrites => "1 MiB changed, written by the next, MiB",
             Self::RestoreCached => "attach with restore, data in the cache, ms",
+            Self::RestoreWhole => "... and until all of its memory was read, ms",
             Self::RestoreUncached => "restore, data on the volume, ms",
             Self::Handoff => "handoff (raw: the bars of its halves), ms",
             Self::Forks => "8 forks at once, data in the cache, ms",

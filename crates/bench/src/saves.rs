@@ -24,17 +24,47 @@ use crate::{
 };
 
 const PIECE_BYTES: usize = 1 << 20;
-/// Prints 6 bytes when it is ready and 2 for each line of input, before which it changes one contiguous MiB.
-const PROGRAM: &str = "\
+/// What a sandbox holds, in MiB, where nothing else is said.
+const HELD_MIB: usize = 100;
+const SMALL_MIB: usize = 64;
+
+/// What the program is to do before it answers: change one contiguous MiB, or look at each page that it has.
+const CHANGE: &str = "";
+const LOOK: &str = "look";
+
+/// Prints 6 bytes when it is ready and 2 for each line of input, when it has done what that says.
+fn program(mib: usize) -> String {
+    format!(
+        "\
 import os, sys
-random = bytearray(os.urandom(50 << 20))
-text = bytearray(b''.join(b'%07d %08x\\n' % (n, n * 2654435761 % 4294967296) for n in range((50 << 20) // 17)))
+half = {mib} << 19
+random = bytearray(os.urandom(half))
+text = bytearray(b''.join(b'%07d %08x\\n' % (n, n * 2654435761 % 4294967296) for n in range(half // 17)))
 print('ready', end='\\n', flush=True)
 for number, line in enumerate(sys.stdin):
-    random[number << 20:(number + 1) << 20] = os.urandom(1 << 20)
+    if line == '{LOOK}\\n':
+        sum(random[::4096]) + sum(text[::4096])
+    else:
+        random[number << 20:(number + 1) << 20] = os.urandom(1 << 20)
     sys.stdout.write('x\\n')
     sys.stdout.flush()
-";
+"
+    )
+}
+
+/// What saving and restoring come down to, each by itself, in ms.
+struct Parts {
+    checkpoint: f64,
+    sync: f64,
+    compress: f64,
+    decompress: f64,
+}
+
+impl Parts {
+    fn of_save(&self) -> f64 {
+        self.checkpoint + self.sync + self.compress
+    }
+}
 
 pub(crate) struct Saves {
     pub(crate) one: Server,
@@ -45,26 +75,23 @@ pub(crate) struct Saves {
 
 impl Saves {
     pub(crate) async fn round(&self, raw: &mut Raw, samples: &mut Samples) -> Result<()> {
-        let (mut client, _) = Client::create_with(self.one.address, &json!({"idle_timeout": 600, "enable_checkpoint": true})).await?;
+        let files = self.work.join("raw-image");
+        let small = self.holding(SMALL_MIB).await?;
+        let parts = self.parts(raw, &small.sandbox_id, &files).await?;
+        fs::remove_dir_all(&files)?;
+        samples.add(Row::CheckpointSmall, Column::Raw, parts.of_save());
+        samples.add(Row::CheckpointSmall, Column::Server, small.checkpoint().await.context("checkpoint")?);
+
+        let client = self.holding(HELD_MIB).await?;
         let id = client.sandbox_id.clone();
         let (image, marker) = (self.one.image_of(&id)?, self.one.marker_of(&id)?);
-        client.start(PROGRAM, 6).await.context("the program")?;
-        // The base image goes to the volume once, beside the first sandbox.
-        image_is_there(&self.volume).await?;
-
-        let files = self.work.join("raw-image");
-        let checkpoint = raw.checkpoint(self.one.runsc_state(), &id, &files).await.context("raw checkpoint")?;
-        let bytes = read(&files)?;
-        let sync = write_and_sync(&bytes, &self.work.join("sync"))?;
-        let (compress, packed) = compress(&bytes)?;
-        let decompress = decompress(&packed)?;
-        drop((bytes, packed));
+        let parts = self.parts(raw, &id, &files).await?;
+        let (save_parts, Parts { checkpoint, sync, compress, decompress }) = (parts.of_save(), parts);
         for (row, value) in
             [(Row::RunscCheckpoint, checkpoint), (Row::Sync, sync), (Row::Compress, compress), (Row::Decompress, decompress)]
         {
             samples.add(row, Column::Raw, value);
         }
-        let save_parts = checkpoint + sync + compress;
         samples.add(Row::Checkpoint, Column::Raw, save_parts);
         samples.add(Row::Checkpoint, Column::Server, client.checkpoint().await.context("checkpoint")?);
 
@@ -75,8 +102,12 @@ impl Saves {
         let (mut client, cached) = Client::attach(self.one.address, &id).await.context("restore from the cache")?;
         samples.add(Row::RestoreCached, Column::Raw, restore);
         samples.add(Row::RestoreCached, Column::Server, cached);
+        // It runs before all of its memory is there, which runsc's own does not: what a program waits that wants all of it at once counts too.
+        let (first, again) = (look(&mut client, 8).await?, look(&mut client, 10).await?);
+        samples.add(Row::RestoreWhole, Column::Raw, restore);
+        samples.add(Row::RestoreWhole, Column::Server, cached + (first - again).max(0.0));
 
-        client.ask("", 8).await?;
+        client.ask(CHANGE, 12).await?;
         let before = packs_mib(&self.volume)?;
         client.checkpoint().await.context("the second checkpoint")?;
         samples.add(Row::SecondWrites, Column::Raw, 1.0);
@@ -94,16 +125,40 @@ impl Saves {
         let (mut client, handoff) = Client::attach(self.one.address, &id).await.context("handoff")?;
         samples.add(Row::Handoff, Column::Raw, CHECKPOINT_AT_MOST * save_parts + UNCACHED_AT_MOST * restore_parts);
         samples.add(Row::Handoff, Column::Server, handoff);
-        client.ask("", 10).await.context("the program after all of it")?;
+        client.ask(CHANGE, 14).await.context("the program after all of it")?;
         forks::measure(&self.one, &mut client, raw, &self.work, samples).await.context("forks")?;
         client.kill().await?;
         autosaves::measure(&self.one, raw, &self.volume, &self.work, samples).await.context("autosaves")
+    }
+
+    /// A sandbox with so much live memory.
+    async fn holding(&self, mib: usize) -> Result<Client> {
+        let (mut client, _) = Client::create_with(self.one.address, &json!({"idle_timeout": 600, "enable_checkpoint": true})).await?;
+        client.start(&program(mib), 6).await.context("the program")?;
+        // The base image goes to the volume once, beside the first sandbox.
+        image_is_there(&self.volume).await?;
+        Ok(client)
+    }
+
+    async fn parts(&self, raw: &Raw, id: &str, files: &Path) -> Result<Parts> {
+        let checkpoint = raw.checkpoint(self.one.runsc_state(), id, files).await.context("raw checkpoint")?;
+        let bytes = read(files)?;
+        let sync = write_and_sync(&bytes, &self.work.join("sync"))?;
+        let (compress, packed) = compress(&bytes)?;
+        Ok(Parts { checkpoint, sync, compress, decompress: decompress(&packed)? })
     }
 
     pub(crate) async fn end(self) -> Result<()> {
         self.one.end().await?;
         self.other.end().await
     }
+}
+
+/// How long the program takes to look at all of its memory.
+async fn look(client: &mut Client, printed: u64) -> Result<f64> {
+    let begun = Instant::now();
+    client.ask(LOOK, printed).await?;
+    Ok(ms_since(begun))
 }
 
 async fn image_is_there(volume: &Path) -> Result<()> {

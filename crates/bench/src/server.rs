@@ -29,6 +29,9 @@ const END_LIMIT: Duration = Duration::from_secs(30);
 /// More than are measured at once.
 const MAX_SANDBOXES: &str = "1000";
 
+/// After this the interpreters of a sandbox wait too, their modules loaded.
+pub(crate) const COME_TO_REST: Duration = Duration::from_millis(700);
+
 /// What is ready before anybody asks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Waits {
@@ -118,8 +121,7 @@ impl Server {
         loop {
             let metrics = self.get("/metrics").await?;
             if metrics.lines().filter_map(|line| line.strip_prefix(name)).any(|count| count.trim() != "0") {
-                // What was just made has to come to rest.
-                sleep(Duration::from_millis(50)).await;
+                sleep(COME_TO_REST).await;
                 return Ok(());
             }
             if begun.elapsed() > END_LIMIT {
