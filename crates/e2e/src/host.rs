@@ -70,6 +70,14 @@ pub fn cgroups_of(sandbox_id: &str) -> Vec<PathBuf> {
     cgroups(&|name| name.contains(sandbox_id))
 }
 
+/// Whether a sandbox has the time of one processor, which is what it has where nothing else was asked for. Where nobody limits that, it has.
+#[must_use]
+pub fn holds_one_cpu(sandbox_id: &str) -> bool {
+    let limits = [("cpu.max", "20000 20000"), ("cpu.cfs_quota_us", "20000")];
+    let held = |(dir, (file, limit)): (PathBuf, (&str, &str))| fs::read_to_string(dir.join(file)).map_or(true, |text| text.trim() == limit);
+    cgroups_of(sandbox_id).into_iter().flat_map(|dir| limits.map(|limit| (dir.clone(), limit))).all(held)
+}
+
 /// Cgroups, of any controller, that are named after one of these sandboxes.
 #[must_use]
 pub fn cgroups_of_any(sandbox_ids: &HashSet<String>) -> Vec<PathBuf> {

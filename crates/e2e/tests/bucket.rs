@@ -51,7 +51,7 @@ fn runs_once(servers: [&Server; 2], id: &str) {
 
 async fn runs_nowhere(servers: [&Server; 2], id: &str) {
     for server in servers {
-        assert_eq!(server.view_of(id), None);
+        eventually("it is forgotten", DEADLINE, || server.view_of(id).is_none()).await;
         let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
         ws.expect_status("SANDBOX_RESTORING").await;
         ws.expect_status("SANDBOX_NOT_FOUND").await;

@@ -332,7 +332,8 @@ async fn an_idle_sandbox_is_saved_and_comes_back() {
 #[tokio::test]
 async fn a_server_that_is_stopped_saves_its_sandboxes_first() {
     let volume = Volume::default();
-    let (mut a, b) = (volume.serve(), volume.serve());
+    // However slow the disk is: what does not fit into the time is another promise.
+    let (mut a, b) = (volume.options().arg("--stop-grace").arg("60").start(), volume.serve());
     let mut kept = Ws::create_kept(&a).await;
     let mut other = Ws::create(&a).await;
     let id = kept.sandbox_id.clone();

@@ -81,8 +81,8 @@ async fn a_sandbox_whose_agent_ends_says_that_it_failed() {
 
 #[tokio::test]
 async fn a_sandbox_ends_with_its_lifetime_whoever_is_attached() {
-    let server = Options::default().arg("--max-lifetime").arg("2").start();
-    let message = "The sandbox reached the longest lifetime that this server allows, 2 s.";
+    let server = Options::default().arg("--max-lifetime").arg("5").start();
+    let message = "The sandbox reached the longest lifetime that this server allows, 5 s.";
     let alone = Ws::create_with(&server, json!({"idle_timeout": 0})).await;
     let id = alone.sandbox_id.clone();
     alone.close().await;

@@ -63,7 +63,9 @@ async fn an_execution_is_told_as_it_happens_and_an_attached_client_keeps_its_san
     let (asked, of) = (request.clone(), id.clone());
     let refused = tokio::task::spawn_blocking(move || run(&of, &asked));
     // It answers when it is asked for a sign of life.
-    assert!(ws.incoming_within(Duration::from_secs(1)).await.is_none());
+    while !refused.is_finished() {
+        assert_eq!(ws.incoming_within(Duration::from_millis(20)).await, None);
+    }
     let (status, body) = refused.await.unwrap();
     assert_eq!((status, &body["error"]["code"]), (409, &json!("in_use")), "{body}");
     ws.expect_alive().await;
@@ -107,7 +109,18 @@ async fn an_execution_that_its_caller_has_left_keeps_nobody_out() {
         ws.expect_status("SANDBOX_IN_USE").await;
         // As after Ctrl-C.
         drop(caller);
-        let mut ws = Ws::attach(server, &id).await;
+        // As soon as the server has seen that.
+        let attached = async {
+            loop {
+                let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
+                let said = ws.next().await;
+                if said["status"] == "SANDBOX_RUNNING" {
+                    break ws;
+                }
+                assert_eq!(said["status"], "SANDBOX_IN_USE", "{said}");
+            }
+        };
+        let mut ws = tokio::time::timeout(DEADLINE, attached).await.expect("nobody is kept out");
         ws.send(json!({"action": "kill_process"})).await;
         ws.expect_status("SANDBOX_EXECUTION_FORCE_KILLED").await;
         ws.expect_status("SANDBOX_EXECUTION_DONE").await;

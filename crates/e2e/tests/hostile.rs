@@ -146,8 +146,9 @@ async fn a_fork_bomb_ends_with_its_timeout_and_the_neighbour_answers_meanwhile(u
     assert!(slowest < Duration::from_secs(3), "the neighbour waited for {slowest:?}");
     let Ended::Done(done, _) = ended else { panic!("the sandbox died of it") };
     assert_eq!((&done["timed_out"], &done["signal"]), (&json!(true), &json!("SIGKILL")), "{done}");
-    // All of it is gone.
-    assert_eq!(ws.bash("ps -eo comm= | grep -c bash").await.out(), "1\n");
+    // All of it is gone: there is the one that looks, and maybe one that waits for the next program.
+    let left = ws.bash("ps -eo comm= | grep -c bash").await.out().to_owned();
+    assert!(matches!(left.as_str(), "1\n" | "2\n"), "{left}");
 }
 
 async fn a_program_that_takes_all_memory_is_killed_with_a_reason_and_its_sandbox_goes_on(user: User) {

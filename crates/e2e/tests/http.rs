@@ -131,7 +131,7 @@ async fn a_server_that_is_draining_says_so_to_whoever_comes() {
     // One client that does not answer the close, for which the server waits a moment.
     let (_slow, _) = Raw::create(server.address(), None).await;
     server.term();
-    eventually("it is not ready", Duration::from_secs(2), || server.get("/readyz").status == 503).await;
+    eventually("it is not ready", Duration::from_secs(10), || server.get("/readyz").status == 503).await;
     let answer = server.get("/readyz");
     assert_eq!((answer.status, answer.body.as_str()), (503, "stopping\n"));
     assert_eq!(server.get("/healthz").status, 200);

@@ -81,7 +81,8 @@ while True: time.sleep(1)
 #[tokio::test]
 async fn kill_process_leaves_what_earlier_executions_left_running() {
     let mut ws = Ws::create(shared()).await;
-    ws.bash("sleep 7171 & setsid sleep 7171 & :").await;
+    // It ends when both are seen: until then they are copies of its shell.
+    ws.bash("sleep 7171 & setsid sleep 7171 & until [ $(ps ax | grep -c '[s]leep 7171') = 2 ]; do sleep 0.05; done").await;
     ws.start(bash("sleep 7172 & echo ready; wait")).await;
     ws.until_output("stdout", "ready\n").await;
     ws.send(json!({"action": "kill_process"})).await;

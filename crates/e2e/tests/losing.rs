@@ -106,7 +106,7 @@ async fn an_instance_that_was_stopped_for_too_long_ends_what_another_has_taken_o
     old.expect_error("sandbox_moved").await;
     old.expect_close(1001).await;
     eventually("it is ended", DEADLINE, || !runs(&a, &id)).await;
-    assert!(a.view_of(&id).is_none());
+    eventually("it is forgotten", DEADLINE, || a.view_of(&id).is_none()).await;
     assert_eq!(saved_on(&volume), kept, "nothing was written");
     let record = volume.record(&id);
     assert_eq!((record["owner"].as_str().unwrap(), &record["epoch"]), (b.instance().as_str(), &json!(2)), "{record}");

@@ -279,12 +279,12 @@ listener = socket.create_server(('127.0.0.1', 8000))
 near = socket.create_connection(('127.0.0.1', 8000)); far, _ = listener.accept()
 outside = out()
 print('ready', flush=True)
-for line in sys.stdin:
+for number, line in enumerate(sys.stdin, 1):
     near.sendall(b'ping'); inner = far.recv(4) == b'ping'
     try: seen = 'end' if outside.recv(1) == b'' else 'data'
     except ConnectionResetError: seen = 'reset'
     outside = out()
-    print('inside', inner, 'outside', seen, 'again', outside is not None, flush=True)
+    print(f'{number}: inside', inner, 'outside', seen, 'again', outside is not None, flush=True)
 "#;
 
 /// A connection from outside to the server inside, as it is: open, and nobody says anything.
@@ -326,17 +326,17 @@ async fn connections_are_cut_off_cleanly_wherever_the_sandbox_goes_on_and_new_on
     let id = ws.sandbox_id.clone();
     ws.start(json!({"language": "python", "code": ACROSS.replace("PORT", &held.to_string()), "execution_id": "e"})).await;
     ws.until_output("stdout", "ready\n").await;
-    let told = "inside True outside reset again True\n";
-    async fn go_on(ws: &mut Ws, told: &str) {
+    // By its number: what was said before may come again first, and says nothing of where the program is now.
+    async fn go_on(ws: &mut Ws, number: u32) {
         ws.send(json!({"event": "stdin", "data": "\n"})).await;
-        ws.until_output("stdout", told).await;
+        ws.until_output("stdout", &format!("{number}: inside True outside reset again True\n")).await;
     }
     // A server that is killed, and comes back.
     a.kill9();
     a.restart();
     let mut ws = Ws::attach(&a, &id).await;
     ws.may_repeat();
-    go_on(&mut ws, told).await;
+    go_on(&mut ws, 1).await;
     // Back to what was saved.
     ws.send(json!({"action": "snapshot"})).await;
     ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
@@ -348,7 +348,7 @@ async fn connections_are_cut_off_cleanly_wherever_the_sandbox_goes_on_and_new_on
     // Both ends see it, and those who came from outside.
     eventually("the server outside sees a reset", DEADLINE, || internet.resets() > resets).await;
     is_cut_off(from_outside);
-    go_on(&mut ws, told).await;
+    go_on(&mut ws, 2).await;
     // To another instance.
     let (from_outside, resets) = (reach_inside(&a, &id), internet.resets());
     ws.close().await;
@@ -356,12 +356,12 @@ async fn connections_are_cut_off_cleanly_wherever_the_sandbox_goes_on_and_new_on
     ws.may_repeat();
     eventually("the server outside sees a reset", DEADLINE, || internet.resets() > resets).await;
     is_cut_off(from_outside);
-    go_on(&mut ws, told).await;
+    go_on(&mut ws, 3).await;
     drop(reach_inside(&b, &id));
     // A copy has none of its connections either, and its server listens.
     let copies = b.made(None, &format!("/v1/sandboxes/{id}/fork"), &json!({"count": 1}));
     let copy = copies["items"][0]["id"].as_str().unwrap().to_owned();
     let mut copied = Ws::attach(&b, &copy).await;
     copied.may_repeat();
-    go_on(&mut copied, told).await;
+    go_on(&mut copied, 4).await;
 }

@@ -118,12 +118,17 @@ async fn until_warm(ws: &mut Ws) {
     assert_eq!(outcome.exit_code(), Some(0), "no Python ever waits with its modules loaded: {}", outcome.done);
 }
 
+/// So long nothing is asked for before the next interpreter is started.
+const QUIET: Duration = Duration::from_millis(150);
+
 /// Until one of this language has waited for its execution.
 async fn until_by_spare(server: &Server, ws: &mut Ws, request: &Value) {
     let begun = Instant::now();
     let before = server.metric(BY_SPARE);
     while server.metric(BY_SPARE) <= before {
         assert!(begun.elapsed() < DEADLINE, "no interpreter ever waits");
+        // None is started for whoever runs one program after the other.
+        tokio::time::sleep(QUIET).await;
         ws.run(request.clone()).await;
     }
 }
@@ -213,7 +218,94 @@ async fn one_that_was_killed_or_stopped_while_it_waited_costs_its_execution_noth
             let outcome = ws.run(json!({"language": language, "code": code})).await;
             assert_eq!((outcome.ok(), outcome.err()), (&*format!("{expected}\n"), ""), "{what}, {language}");
         }
+        // The more often nobody can use them, the later others are started; so one is used.
+        for language in ["bash", "python"] {
+            until_by_spare(&server, &mut ws, &json!({"language": language, "code": ""})).await;
+        }
     }
+}
+
+#[tokio::test]
+async fn one_that_the_guest_stopped_ends_when_its_user_has_it_signalled() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+    assert!(ws.bash(&to_spares("STOP")).await.ok().contains("STOP"));
+    ws.send(json!({"language": "python", "code": "print(1)"})).await;
+    ws.expect_status("SANDBOX_EXECUTION_RUNNING").await;
+    ws.send(json!({"action": "signal", "signal": "SIGUSR1"})).await;
+    let outcome = ws.until_done().await;
+    assert!(outcome.signal().is_some(), "{}", outcome.done);
+    assert_eq!(ws.python("print(2)").await.ok(), "2\n");
+}
+
+/// Interpreters that know nothing of hooks take the places of those that do.
+const UNHOOKED: &str = r#"
+printf '#!/bin/sh\nexec /usr/bin/bash -p "$@"\n' >/usr/local/bin/bash
+printf '#!/bin/sh\nexec /usr/bin/python3 -I "$@"\n' >/usr/local/bin/python3
+chmod +x /usr/local/bin/bash /usr/local/bin/python3
+"#;
+
+/// Each leaves a line and says nothing, and ends in a way that those have that never began.
+const SILENT: [(&str, &str, u64); 6] = [
+    ("bash", "echo x >>/tmp/runs; exit 3", 7),
+    ("bash", "echo x >>/tmp/runs; kill -9 $$", 9),
+    ("bash", "echo x >>/tmp/runs; sleep 6", 12),
+    ("python", "open('/tmp/runs', 'a').write('x\\n'); raise SystemExit(3)", 60),
+    ("python", "open('/tmp/runs', 'a').write('x\\n'); import os; os.kill(os.getpid(), 9)", 70),
+    ("python", "open('/tmp/runs', 'a').write('x\\n'); import time; time.sleep(6)", 80),
+];
+
+#[tokio::test]
+async fn an_interpreter_that_does_not_wait_runs_each_program_once_and_soon_none_is_started_ahead() {
+    let server = server(1);
+    for (language, code, pause) in SILENT {
+        let mut ws = Ws::create(&server).await;
+        let _ = ws.bash(UNHOOKED).await.ok();
+        // While one is being started.
+        tokio::time::sleep(Duration::from_millis(pause)).await;
+        let before = server.metric(BY_SPARE);
+        ws.run(json!({"language": language, "code": code})).await;
+        println!("{language}: {} by one that was to wait", server.metric(BY_SPARE) - before);
+        assert_eq!(ws.bash("wc -l </tmp/runs").await.ok(), "1\n", "{language}: {code}");
+        for _ in 0..2 {
+            tokio::time::sleep(QUIET).await;
+            for language in ["bash", "python"] {
+                ws.run(json!({"language": language, "code": ""})).await;
+            }
+        }
+        let before = server.metric(BY_SPARE);
+        for language in ["bash", "python"].repeat(2) {
+            tokio::time::sleep(QUIET).await;
+            ws.run(json!({"language": language, "code": ""})).await;
+        }
+        assert_eq!(server.metric(BY_SPARE), before, "{language}: {code}");
+    }
+}
+
+/// What nobody ever writes to, and what never ends, in place of the hooks; and an end to those that wait.
+const NO_HOOKS: &str = "
+cd /run/sandboxer/spare && rm -rf * && mkfifo hook.sh warm && ln -s /dev/zero sitecustomize.py || exit
+for p in /proc/[0-9]*; do
+    n=${p##*/}
+    [ $n = $$ ] || { tr '\\0' ' ' <$p/cmdline | grep -q 'exec/[0-9]*/main' && kill -9 $n; } 2>/dev/null
+done; :";
+
+#[tokio::test]
+async fn nobody_waits_for_what_the_guest_puts_in_place_of_the_hooks() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    for code in ["", NO_HOOKS] {
+        // One that is started while its hook goes does not wait, and then no other of its language does.
+        until_warm(&mut ws).await;
+        let _ = ws.bash(code).await.ok();
+        // Others are started, a while after.
+        for language in ["bash", "python"] {
+            until_by_spare(&server, &mut ws, &json!({"language": language, "code": ""})).await;
+        }
+    }
+    until_warm(&mut ws).await;
+    assert_eq!(ws.bash("cd /run/sandboxer/spare; stat -c %F hook.sh sitecustomize.py warm").await.ok(), "regular file\n".repeat(3));
 }
 
 /// Traces all Pythons that wait, and goes on doing so in the background.
@@ -382,8 +474,11 @@ async fn those_that_wait_do_not_count_as_processes_of_the_user() {
         until_by_spare(&server, &mut ws, &json!({"language": language, "code": ""})).await;
     }
     until_warm(&mut ws).await;
-    // All eight, and not one more, while four wait.
-    let fork = "import os, time
+    // All eight, and not one more, while others wait. It goes on when it is told to: the place beside them of the one that runs it is taken back
+    // a moment after its start.
+    let fork = "import os, sys, time
+print('ready', flush=True)
+sys.stdin.readline()
 made = 0
 try:
     while made < 100:
@@ -394,8 +489,120 @@ except BlockingIOError:
     pass
 print(made + 1)
 os.system('kill 0')";
-    let outcome = ws.python(fork).await;
+    ws.start(json!({"language": "python", "code": fork})).await;
+    ws.until_output("stdout", "ready\n").await;
+    ws.send(json!({"event": "stdin", "data": "\n"})).await;
+    let outcome = ws.until_done().await;
     assert_eq!(outcome.out(), "8\n", "{}", outcome.err());
+}
+
+/// Shows every environment that can be seen from a program, its own from its start among them.
+const ENVIRONMENTS: &str =
+    "for p in /proc/[0-9]*; do { mapfile -d '' -t all <$p/environ; } 2>/dev/null && printf '%s\\n' \"${all[@]}\"; done";
+
+#[tokio::test]
+async fn the_environment_of_one_execution_is_seen_by_no_other() {
+    let server = server(1);
+    let mut ws = Ws::create_with(&server, json!({"env": {"OF_THE_SANDBOX": "yes"}})).await;
+    for language in ["bash", "python"] {
+        let secret = json!({"language": language, "code": "", "env": {"TOKEN": "a-secret", "LOGNAME": "a-secret"}});
+        until_by_spare(&server, &mut ws, &secret).await;
+        // Until one that was started since was asked as well.
+        let (begun, before) = (Instant::now(), server.metric(BY_SPARE));
+        while server.metric(BY_SPARE) <= before {
+            assert!(begun.elapsed() < DEADLINE, "no interpreter ever waits");
+            tokio::time::sleep(QUIET).await;
+            let seen = ws.bash(ENVIRONMENTS).await.ok().to_owned();
+            assert!(seen.contains("OF_THE_SANDBOX=yes\n") && seen.contains("LOGNAME=root\n"), "{seen}");
+            assert!(!seen.contains("secret"), "{seen}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_code_of_one_execution_is_seen_by_no_other() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    for language in ["bash", "python"] {
+        let secret = json!({"language": language, "code": "# a-secret"});
+        until_by_spare(&server, &mut ws, &secret).await;
+        let (begun, before) = (Instant::now(), server.metric(BY_SPARE));
+        while server.metric(BY_SPARE) <= before {
+            assert!(begun.elapsed() < DEADLINE, "no interpreter ever waits");
+            ws.run(secret.clone()).await;
+            tokio::time::sleep(QUIET).await;
+            // It is removed when the next one runs.
+            let seen = ws.bash("sleep 0.1; cat /run/sandboxer/exec/*/main.*").await.ok().to_owned();
+            assert!(seen.contains("sleep 0.1") && !seen.contains("secret"), "{seen}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_code_of_one_execution_is_seen_by_no_other_though_a_start_failed_between_them() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    for _ in 0..3 {
+        until_by_spare(&server, &mut ws, &json!({"language": "bash", "code": "# a-secret"})).await;
+        // The next one waits by now.
+        tokio::time::sleep(QUIET).await;
+        ws.send(json!({"language": "bash", "code": "# a-secret", "cwd": "/nowhere"})).await;
+        while ws.next().await["code"] != "start_failed" {}
+        let seen = ws.bash("sleep 0.1; cat /run/sandboxer/exec/*/main.*").await.ok().to_owned();
+        assert!(seen.contains("sleep 0.1") && !seen.contains("secret"), "{seen}");
+    }
+}
+
+#[tokio::test]
+async fn nothing_of_the_hook_is_seen_where_python_has_no_modules_of_the_user() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    let _ = ws.bash("echo 'include-system-site-packages = false' >/usr/pyvenv.cfg").await.ok();
+    let code = "import site; print(site.ENABLE_USER_SITE, type(site.execusercustomize).__name__, site.execusercustomize.__module__)";
+    until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+    until_warm(&mut ws).await;
+    let before = server.metric(BY_SPARE);
+    assert_eq!(ws.python(code).await.ok(), "False function site\n");
+    assert!(server.metric(BY_SPARE) > before);
+}
+
+const LEVEL: &str = "import ssl; print(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).security_level)";
+
+#[tokio::test]
+async fn what_was_changed_while_one_waited_is_seen_whatever_time_it_says() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    let there = |code: &str| json!({"language": "python", "code": code, "cwd": "/tmp/there"});
+    let _ = ws.bash("mkdir /tmp/there; touch -d @0 /tmp/there").await.ok();
+    until_by_spare(&server, &mut ws, &there("")).await;
+    until_warm(&mut ws).await;
+    // As an archive does that is unpacked once more.
+    let _ = ws.bash("cd /tmp/there; echo 'it = 2' >helper.py; echo 'mine = 1' >json.py; touch -d @0 .").await.ok();
+    assert_eq!(ws.run(there("import helper, json; print(helper.it, json.mine)")).await.ok(), "2 1\n");
+    until_by_spare(&server, &mut ws, &there("")).await;
+    until_warm(&mut ws).await;
+    assert_ne!(ws.run(there(LEVEL)).await.ok(), "4\n");
+    until_by_spare(&server, &mut ws, &there("")).await;
+    until_warm(&mut ws).await;
+    let settings = "mkdir -p /usr/lib/ssl /etc/ssl && printf 'openssl_conf = a\n[a]\nssl_conf = b\n[b]\nsystem_default = c\n[c]\nCipherString = DEFAULT:@SECLEVEL=4\n' >/usr/lib/ssl/openssl.cnf";
+    let _ = ws.bash(settings).await.ok();
+    assert_eq!(ws.run(there(LEVEL)).await.ok(), "4\n");
+}
+
+#[tokio::test]
+async fn an_execution_that_has_to_be_started_leaves_those_that_wait_alone() {
+    let server = server(1);
+    let mut ws = Ws::create(&server).await;
+    let _ = ws.bash("mkdir /tmp/there; ln -s /tmp/there /tmp/link").await.ok();
+    until_by_spare(&server, &mut ws, &json!({"language": "python", "code": ""})).await;
+    until_warm(&mut ws).await;
+    let waits = ws.bash("pgrep python3").await.ok().to_owned();
+    for _ in 0..3 {
+        let outcome = ws.run(json!({"language": "python", "code": "import os; print(os.getcwd())", "cwd": "/tmp/link"})).await;
+        assert_eq!(outcome.ok(), "/tmp/there\n");
+        tokio::time::sleep(QUIET).await;
+        assert_eq!(ws.bash("pgrep python3").await.ok(), waits);
+    }
 }
 
 /// Takes memory, all of it together or one piece after the other, and says how much.
@@ -436,8 +643,8 @@ async fn those_that_wait_go_before_any_program_has_to() {
             let outcome = ws.python(&code).await;
             assert_eq!((outcome.out(), &outcome.done["message"]), (format!("{MOST_MIB}\n").as_str(), &Value::Null), "{}", outcome.done);
         }
-        // It is not only that nothing is watched.
-        let outcome = ws.python(&takes(400)[1]).await;
+        // It is not only that nothing is watched. It stays there: on a loaded machine it takes a while until it is seen.
+        let outcome = ws.python(&takes(400)[1].replace("print", "import time; time.sleep(10); print")).await;
         assert_eq!((outcome.out(), outcome.signal()), ("", Some("SIGKILL")), "{}", outcome.done);
     }
 }
@@ -516,6 +723,7 @@ async fn a_sandbox_that_goes_back_twice_does_not_draw_the_same_twice() {
     ws.expect_status("SANDBOX_SNAPSHOT_CREATING").await;
     let snapshot = ws.expect_status("SANDBOX_SNAPSHOT_CREATED").await["snapshot_id"].clone();
     let mut drawn = BTreeSet::new();
+    ws.may_repeat();
     for _ in 0..2 {
         ws.send(json!({"action": "rollback", "snapshot_id": snapshot})).await;
         ws.expect_status("SANDBOX_RESTORING").await;

@@ -49,7 +49,7 @@ async fn control_c_interrupts_the_foreground_program() {
     let outcome = ws.until_done().await;
     assert!(outcome.signal() == Some("SIGINT") || outcome.exit_code() == Some(130), "{}", outcome.done);
 
-    ws.start(terminal("python", "import time\nprint('ready')\ntry: time.sleep(1000)\nexcept KeyboardInterrupt: print('interrupted')"))
+    ws.start(terminal("python", "import time\ntry:\n    print('ready'); time.sleep(1000)\nexcept KeyboardInterrupt: print('interrupted')"))
         .await;
     ws.until_output("stdout", "ready\r\n").await;
     ws.send(json!({"event": "stdin", "data": "\u{3}"})).await;

@@ -87,11 +87,12 @@ async fn what_clients_say_while_they_wait_is_bounded_and_their_going_is_noticed(
     let id = volume.saved_sandbox(&a, "kept").await;
     a.halt();
     let before = host::rss(b.pid());
-    let mut waiting = Vec::new();
-    for _ in 0..CLIENTS {
+    // The first of them is the one that is registered; the others wait for their turn behind it.
+    let mut waiting = vec![wait_at(&b, &id).await];
+    volume.awaited_by(&id, &b).await;
+    while waiting.len() < CLIENTS {
         waiting.push(wait_at(&b, &id).await);
     }
-    volume.awaited_by(&id, &b).await;
     let piece = json!({"event": "stdin", "data": "x".repeat(4 << 20)}).to_string();
     let talk = |mut ws: Ws| async {
         let mut taken = 0;
@@ -100,13 +101,17 @@ async fn what_clients_say_while_they_wait_is_bounded_and_their_going_is_noticed(
         }
         (ws, taken)
     };
-    let (waiting, taken): (Vec<_>, Vec<_>) = join_all(waiting.into_iter().map(talk)).await.into_iter().unzip();
+    let (mut waiting, taken): (Vec<_>, Vec<_>) = join_all(waiting.into_iter().map(talk)).await.into_iter().unzip();
     let more = host::rss(b.pid()).saturating_sub(before) >> 20;
     println!("of {PIECES} pieces of 4 MiB each client could send {taken:?}; the server has {more} MiB more");
     assert!(taken.iter().all(|taken| (1..PIECES).contains(taken)), "{taken:?}");
     // One piece of each, and what of the next was on its way.
     assert!(more < CLIENTS as u64 * 16, "{more} MiB");
+    // Whoever is still there when the registered one goes takes its place in the record: so that one goes last.
+    let first = waiting.remove(0);
     drop(waiting);
+    eventually("their going is noticed", DEADLINE, || b.metric("sandboxer_clients") <= 1.0).await;
+    drop(first);
     eventually("the registration is withdrawn", Duration::from_secs(20), || volume.record(&id)["waiter"].is_null()).await;
     a.go_on();
     let mut ws = Ws::attach(&a, &id).await;

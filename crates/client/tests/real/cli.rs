@@ -55,7 +55,7 @@ fn the_language_of_a_file_is_told_by_its_name() {
 
 #[test]
 fn json_is_one_object() {
-    let output = finish(&["-l", "bash", "--json", "--timeout", "0.5", "echo out; echo err >&2; sleep 100"], b"");
+    let output = finish(&["-l", "bash", "--json", "--timeout", "3", "echo out; echo err >&2; sleep 100"], b"");
     let object: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&object["stdout"], &object["stderr"], &object["timed_out"]), (&"out\n".into(), &"err\n".into(), &true.into()));
     assert_eq!(output.status.code(), Some(137));

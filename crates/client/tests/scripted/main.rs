@@ -19,7 +19,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Notices everything soon.
 fn quick() -> Connection {
-    Connection::default().pings(Duration::from_millis(300), Duration::from_millis(500)).connect_timeout(Duration::from_secs(2))
+    Connection::default().pings(Duration::from_millis(600), Duration::from_secs(1)).connect_timeout(Duration::from_secs(3))
 }
 
 fn options() -> Options {
@@ -54,7 +54,7 @@ async fn echo(sandbox: &Sandbox, lines: usize, raw: bool, input: Vec<u8>) -> (Ve
 async fn a_failing_network_is_not_noticed() {
     let cuts = count(40, 500);
     let server = Scripted::start(seed(), []).await;
-    let faults = [Fault::Cut, Fault::Cut, Fault::Cut, Fault::HalfOpen, Fault::Silent(Duration::from_secs(1))];
+    let faults = [Fault::Cut, Fault::Cut, Fault::Cut, Fault::HalfOpen, Fault::Silent(Duration::from_secs(2))];
     let proxy = CutProxy::start(server.address(), seed(), 500..20_000, &faults).await;
     let options = Options::default().connection(quick().open_within(DEADLINE));
     let sandbox = Sandbox::create(&format!("http://{}", proxy.address()), options).await.unwrap();
@@ -114,16 +114,16 @@ async fn a_dead_connection_is_left_within_the_time_that_was_set() {
     // The next connection is the mute one.
     sandbox.python("3").await.unwrap().output().await.unwrap();
     let took = start.elapsed();
-    assert!(took >= Duration::from_millis(800) && took < Duration::from_secs(3), "{took:?}");
+    assert!(took >= Duration::from_millis(1600) && took < Duration::from_secs(6), "{took:?}");
     assert_eq!(server.handshakes().len(), 3);
 }
 
 /// It takes longer than the client would wait for a server that is not there, or that is silent.
 #[tokio::test]
 async fn a_restore_is_waited_for_as_long_as_the_server_answers() {
-    let restoring = Manner { restoring: Duration::from_millis(2500), ..Manner::default() };
+    let restoring = Manner { restoring: Duration::from_secs(5), ..Manner::default() };
     let server = Scripted::start(1, [Manner::default(), restoring.clone(), restoring]).await;
-    let options = Options::default().connection(quick().give_up_after(Duration::from_millis(600)));
+    let options = Options::default().connection(quick().give_up_after(Duration::from_millis(1200)));
     let sandbox = Sandbox::create(&server.url(), options).await.unwrap();
     let mut run = sandbox.python("50").await.unwrap();
     run.stdin_eof().await.unwrap();
@@ -134,7 +134,7 @@ async fn a_restore_is_waited_for_as_long_as_the_server_answers() {
     let mut run = sandbox.python("50").await.unwrap();
     run.stdin_eof().await.unwrap();
     server.cut();
-    sleep(Duration::from_millis(1500)).await;
+    sleep(Duration::from_secs(3)).await;
     server.cut();
     assert!(run.wait().await.unwrap().success());
     assert_eq!(server.handshakes().len(), 4);
@@ -190,7 +190,7 @@ async fn in_use_is_borne_after_an_own_cut_and_told_at_once_otherwise() {
     let start = Instant::now();
     let error = Sandbox::attach(&server.url(), sandbox.id(), None).await.unwrap_err();
     assert!(matches!(error, Error::InUse { .. }), "{error:?}");
-    assert!(start.elapsed() < Duration::from_secs(1));
+    assert!(start.elapsed() < Duration::from_secs(3));
 }
 
 #[tokio::test]
@@ -372,7 +372,7 @@ async fn a_slow_consumer_stops_the_server_and_loses_nothing() {
     let mut run = sandbox.python("400").await.unwrap();
     run.stdin_eof().await.unwrap();
     // Nothing is read and nothing ponged meanwhile, and that is no reason to leave the connection.
-    sleep(Duration::from_secs(2)).await;
+    sleep(Duration::from_secs(4)).await;
     assert!(server.model().program.as_ref().unwrap().ended.is_none(), "the program waits");
     assert_eq!(server.handshakes().len(), 1);
     let output = run.output().await.unwrap();

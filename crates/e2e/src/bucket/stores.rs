@@ -15,6 +15,9 @@ use tempfile::TempDir;
 
 use crate::DEADLINE;
 
+/// Who ends at once so often does not end because of a port.
+const MAX_STARTS: usize = 5;
+
 pub(super) const BUCKET: &str = "sandboxes";
 /// The key and the secret.
 pub(super) const KEY: &str = "test";
@@ -65,6 +68,12 @@ impl ObjectServer {
     }
 
     fn start(store: Store) -> Arc<Self> {
+        // Somebody else may have taken one of its ports since it was found to be free.
+        (0..MAX_STARTS).find_map(|_| Self::try_start(store)).unwrap_or_else(|| panic!("{store:?} ends at once, {MAX_STARTS} times"))
+    }
+
+    /// None: it has ended.
+    fn try_start(store: Store) -> Option<Arc<Self>> {
         let dir = tempfile::tempdir().unwrap();
         let port = free_port();
         let address = SocketAddr::from(([127, 0, 0, 1], port));
@@ -77,11 +86,13 @@ impl ObjectServer {
         let server = Self { address, child, _dir: dir };
         let begun = Instant::now();
         while !make_bucket(store, address) {
-            assert!(server.child.lock().unwrap().try_wait().unwrap().is_none(), "{store:?} has ended");
+            if server.child.lock().unwrap().try_wait().unwrap().is_some() {
+                return None;
+            }
             assert!(begun.elapsed() < DEADLINE, "{store:?} does not answer");
             thread::sleep(Duration::from_millis(50));
         }
-        Arc::new(server)
+        Some(Arc::new(server))
     }
 }
 

@@ -63,7 +63,8 @@ impl Bare {
             pids_ceiling: None,
         };
         let runsc = sandboxer_runsc::find(std::env::var_os("SANDBOXER_RUNSC").map(PathBuf::from).as_deref()).unwrap();
-        let runtime = GvisorRuntime::open(GvisorOptions { runsc, state_dir: home.path().join("state"), limits }).await.unwrap();
+        let runtime =
+            GvisorRuntime::open(GvisorOptions { runsc, state_dir: home.path().join("state"), limits, file_server: None }).await.unwrap();
         let marker = Marker::new(rand::random::<[u8; MARKER_BYTES]>());
         let config = AgentConfig {
             marker: marker.to_hex(),
@@ -118,6 +119,7 @@ impl Bare {
             id: ExecutionId::random(),
             language: Language::Bash,
             env: BTreeMap::from([("PATH", "/usr/bin:/bin"), ("HOME", "/root")].map(variable)),
+            only_here: Default::default(),
             cwd: "/root".to_owned(),
             stdin: false,
             tty: None,
