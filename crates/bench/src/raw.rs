@@ -112,7 +112,7 @@ impl Raw {
         fs::create_dir(into)?;
         let checkpoint = Checkpoint { id: id.to_owned(), into: into.to_owned(), leave_running: true };
         let begun = Instant::now();
-        runsc.checkpoint(&checkpoint, LIMIT).await?;
+        runsc.checkpoint(&checkpoint, None, LIMIT).await?;
         Ok(ms_since(begun))
     }
 

@@ -16,7 +16,7 @@ use tokio::{
 };
 
 use crate::{
-    FileServer,
+    FileServer, Written,
     command::{Checkpoint, Global, Restore, Run, State},
     control::{Control, ControlError},
 };
@@ -140,10 +140,13 @@ impl Runsc {
             .map_err(|source| CallError::Spawn { command: name, source })
     }
 
+    /// `written` is told how much of the pages can be read already, where that is known.
+    ///
     /// # Errors
     /// The container could not be saved.
-    pub async fn checkpoint(&self, checkpoint: &Checkpoint, limit: Duration) -> Result<(), CallError> {
-        let directly = self.directly("checkpoint", &checkpoint.id, limit, async |control| control.checkpoint(&checkpoint.into).await);
+    pub async fn checkpoint(&self, checkpoint: &Checkpoint, written: Option<Written<'_>>, limit: Duration) -> Result<(), CallError> {
+        let say = async |control: &mut Control| control.checkpoint(&checkpoint.into, written).await;
+        let directly = self.directly("checkpoint", &checkpoint.id, limit, say);
         let directly = if checkpoint.leave_running { directly.await } else { None };
         match directly {
             Some(done) => done,

@@ -21,7 +21,7 @@ use tokio::{
     net::UnixStream,
 };
 
-use crate::FileServer;
+use crate::{FileServer, Written, growth::Growth};
 
 /// What a path of a socket may be long, with its end.
 const PATH_MAX: usize = 108;
@@ -29,7 +29,7 @@ const MAX_ANSWER_BYTES: usize = 64 * 1024;
 /// The files of a checkpoint, in the order in which they are passed.
 pub(crate) const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", PAGES];
 /// What was in memory, and nothing else.
-pub(crate) const PAGES: &str = "pages.img";
+pub const PAGES: &str = "pages.img";
 
 /// Why a call did not do what it was to do.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +73,7 @@ impl Control {
     }
 
     /// `runsc checkpoint -leave-running --compression=none`: the sandbox is left as it is, running or frozen.
-    pub(crate) async fn checkpoint(&mut self, into: &Path) -> Result<(), ControlError> {
+    pub(crate) async fn checkpoint(&mut self, into: &Path, written: Option<Written<'_>>) -> Result<(), ControlError> {
         fs::create_dir_all(into)?;
         let create = |name| OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(into.join(name));
         let files = FILES.into_iter().map(create).collect::<io::Result<Vec<File>>>()?;
@@ -83,7 +83,15 @@ impl Control {
             "Resume": true,
             "ExecOpts": {"ContainerID": self.id},
         });
-        self.call("containerManager.Checkpoint", argument, &files).await
+        let watched = written.and_then(|written| Some((Growth::of(&into.join(PAGES)).ok()?, written)));
+        let call = self.call("containerManager.Checkpoint", argument, &files);
+        match watched {
+            Some((growth, written)) => tokio::select! {
+                done = call => done,
+                never = growth.tell(written) => match never {},
+            },
+            None => call.await,
+        }
     }
 
     /// `runsc restore` into a container that was created and waits. It runs when this returns; with somebody who serves its files, its memory may still be on its way.
@@ -226,7 +234,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let said = sandbox(dir.path(), "x", &[&["{\"success\":true,", "\"err\":\"\",\"result\":{}}"]]);
         let mut control = Control::connect(dir.path(), "x").await.unwrap();
-        control.checkpoint(&dir.path().join("into")).await.unwrap();
+        control.checkpoint(&dir.path().join("into"), Some(&|_| {})).await.unwrap();
         drop(control);
         let said = said.join().unwrap();
         assert_eq!((said[0].0["method"].as_str(), said[0].1), (Some("containerManager.Checkpoint"), 3));
@@ -261,7 +269,7 @@ mod tests {
         assert!(matches!(missing, ControlError::Unreachable(_)), "{missing}");
         let said = sandbox(dir.path(), "x", &[&["{\"success\":false,\"err\":\"no space\",\"result\":null}"]]);
         let mut control = Control::connect(dir.path(), "x").await.unwrap();
-        let refused = control.checkpoint(&dir.path().join("into")).await.unwrap_err();
+        let refused = control.checkpoint(&dir.path().join("into"), None).await.unwrap_err();
         assert_eq!(refused.to_string(), "no space");
         drop(control);
         said.join().unwrap();
@@ -274,7 +282,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let said = sandbox(dir.path(), "x", &ANSWERS);
         let mut control = Control::connect(dir.path(), "x").await.unwrap();
-        let error = control.checkpoint(&dir.path().join("into")).await.unwrap_err();
+        let error = control.checkpoint(&dir.path().join("into"), None).await.unwrap_err();
         assert!(matches!(error, ControlError::Broken(_)), "{error}");
         drop(control);
         said.join().unwrap();

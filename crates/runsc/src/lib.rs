@@ -10,11 +10,14 @@ mod call;
 mod command;
 mod control;
 mod find;
+mod growth;
 mod served;
 mod spec;
 
 pub use call::{CallError, Runsc};
 pub use command::{Checkpoint, Files, Global, Restore, Run, State, Status};
+pub use control::PAGES;
 pub use find::{Features, FindError, OLDEST_VERSION, Version, find};
+pub use growth::Written;
 pub use served::{FileServer, NotBrought, give_up_privileges, serve_files};
 pub use spec::{AGENT_PATH, SandboxSpec, SpecError};

@@ -22,7 +22,7 @@ use tokio::{
 };
 
 use self::agent::{Agent, Order};
-use crate::{AfterSave, BoxFuture, End, Ended, Instance, Launch, NotWhole, Runtime, RuntimeError};
+use crate::{AfterSave, BoxFuture, End, Ended, Instance, Launch, NotWhole, Runtime, RuntimeError, Written};
 
 /// As large as the real FIFOs.
 const PIPE_BYTES: usize = 1024 * 1024;
@@ -236,6 +236,7 @@ impl Runtime for FakeRuntime {
         _dir: &'a Path,
         into: &'a Path,
         after: AfterSave,
+        _written: Option<Written<'a>>,
     ) -> BoxFuture<'a, Result<(), RuntimeError>> {
         Box::pin(async move {
             if let Some(why) = self.fault(Fault::Checkpoint) {

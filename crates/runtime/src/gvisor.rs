@@ -29,7 +29,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::watch::{Started, Starting, Watch};
 use crate::{
-    AfterSave, BoxFuture, Ended, HostLimits, Instance, Launch, NotWhole, Runtime, RuntimeError,
+    AfterSave, BoxFuture, Ended, HostLimits, Instance, Launch, NotWhole, Runtime, RuntimeError, Written,
     cgroup::SandboxCgroup,
     fifo,
     process::{Process, file_servers_of, hurry, is_gone, processes_of},
@@ -459,11 +459,18 @@ impl Runtime for GvisorRuntime {
         Box::pin(self.take_up_known_or_find(id, dir))
     }
 
-    fn checkpoint<'a>(&'a self, id: SandboxId, dir: &'a Path, into: &'a Path, after: AfterSave) -> BoxFuture<'a, Result<(), RuntimeError>> {
+    fn checkpoint<'a>(
+        &'a self,
+        id: SandboxId,
+        dir: &'a Path,
+        into: &'a Path,
+        after: AfterSave,
+        written: Option<Written<'a>>,
+    ) -> BoxFuture<'a, Result<(), RuntimeError>> {
         Box::pin(async move {
             match after {
-                AfterSave::GoOn => save::save(&self.runsc, id, into).await,
-                AfterSave::Freeze => save::save_frozen(&self.runsc, id, dir, into).await,
+                AfterSave::GoOn => save::save(&self.runsc, id, into, written).await,
+                AfterSave::Freeze => save::save_frozen(&self.runsc, id, dir, into, written).await,
             }
         })
     }

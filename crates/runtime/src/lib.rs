@@ -36,4 +36,6 @@ pub use ended::{End, Ended, EndedSender};
 pub use fake::{FakeRuntime, Fault};
 pub use gvisor::{GvisorOptions, GvisorRuntime};
 pub use process::become_subreaper;
+pub use sandboxer_runsc::{PAGES, Written};
+
 pub use runtime::{AfterSave, BoxFuture, HostResources, Instance, Launch, NotWhole, Runtime, RuntimeError};

@@ -9,7 +9,7 @@ use std::{
 use sandboxer_protocol::{SandboxId, agent::AgentConfig};
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use crate::Ended;
+use crate::{Ended, Written};
 
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
@@ -104,8 +104,16 @@ pub trait Runtime: Send + Sync + 'static {
     /// any other error it may still be there.
     fn take_up<'a>(&'a self, id: SandboxId, dir: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>>;
 
-    /// Saves the sandbox into the empty directory `into`. The sandbox goes on after a failure.
-    fn checkpoint<'a>(&'a self, id: SandboxId, dir: &'a Path, into: &'a Path, after: AfterSave) -> BoxFuture<'a, Result<(), RuntimeError>>;
+    /// Saves the sandbox into the empty directory `into`. The sandbox goes on after a failure. `written` is told how much of [`PAGES`](crate::PAGES) is there meanwhile and will not change any
+    /// more, where that is known; who reads it takes processor time from whoever writes it.
+    fn checkpoint<'a>(
+        &'a self,
+        id: SandboxId,
+        dir: &'a Path,
+        into: &'a Path,
+        after: AfterSave,
+        written: Option<Written<'a>>,
+    ) -> BoxFuture<'a, Result<(), RuntimeError>>;
 
     /// Starts a sandbox from what `checkpoint` saved. The image must be the one it was saved with.
     fn restore<'a>(&'a self, launch: &'a Launch, from: &'a Path) -> BoxFuture<'a, Result<Instance, RuntimeError>>;

@@ -21,10 +21,10 @@ use std::{
 };
 
 use sandboxer_protocol::SandboxId;
-use sandboxer_runtime::AfterSave;
+use sandboxer_runtime::{AfterSave, PAGES};
 use sandboxer_store::{
-    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, KeptName, Loader, Manifest, ManifestAt, Metadata, Place, Prepared,
-    SandboxStatus, Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
+    Cache, CheckpointName, ChunkIndex, Contract, Error, FileSet, Growth, ImageDigest, KeptName, Loader, Manifest, ManifestAt, Metadata,
+    Place, Prepared, SandboxStatus, Saved as SavedFiles, Saver, SnapshotId, Source, Tenant, Volume, VolumeKey,
     collect::{LONGEST_SAVE, Retention, Writer},
     failpoint::FailPoints,
     key::Purpose,
@@ -32,8 +32,12 @@ use sandboxer_store::{
     record::{Codec, InstanceId, ReadError, Stored},
 };
 use serde_json::Value;
-use tokio::{sync::Semaphore, task::JoinHandle, time::Instant};
-use tokio_util::task::TaskTracker;
+use tokio::{
+    sync::{Semaphore, watch},
+    task::JoinHandle,
+    time::Instant,
+};
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::{debug, warn};
 
 pub(crate) use self::burials::Burial;
@@ -53,8 +57,8 @@ use crate::{images::Images, sandbox::record::Record};
 const TOKEN: &str = "token_sha256";
 /// Where `metadata.json` says that the sandbox is in the list of this tenant.
 const TENANT: &str = "tenant";
-/// The files that runsc makes.
-const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", "pages.img"];
+/// The files that runsc makes, that which is read as it grows before the others.
+const FILES: [&str; 3] = [PAGES, "checkpoint.img", "pages_meta.img"];
 /// What may be restored besides the memory and the disk of the largest sandbox: gVisor's own state.
 const ROOM_BYTES: u64 = 1 << 30;
 
@@ -108,6 +112,33 @@ pub(crate) struct Checkpoints {
     pub(crate) autosaves: Arc<Semaphore>,
 }
 
+/// What is stored of a capture: its data, and the digest of its image.
+type Data = (SavedFiles, ImageDigest);
+
+/// A capture that is being made, while what there is of it is stored already. Once it is dropped, nothing more is.
+pub(crate) struct Capturing {
+    dir: tempfile::TempDir,
+    growth: watch::Sender<Growth>,
+    stored: AbortOnDropHandle<Result<Data, Error>>,
+}
+
+impl Capturing {
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// So much is there of what is large.
+    pub(crate) fn written(&self, bytes: u64) {
+        self.growth.send_modify(|growth| growth.bytes = bytes);
+    }
+
+    /// There will be no capture: what was stored is withdrawn, in the background.
+    pub(crate) fn give_up(self) {
+        drop(self.growth);
+        drop(self.stored.detach());
+    }
+}
+
 /// A sandbox at one moment, on this machine's disk.
 pub(crate) struct Capture {
     dir: tempfile::TempDir,
@@ -118,6 +149,8 @@ pub(crate) struct Capture {
     /// It goes on here, so that hardly anybody asks for what is saved of it.
     goes_on: bool,
     parent: Option<CheckpointName>,
+    /// Its data, if it was stored while it was captured.
+    stored: Option<AbortOnDropHandle<Result<Data, Error>>>,
 }
 
 /// Something that was saved, but for its data.
@@ -202,6 +235,24 @@ impl Checkpoints {
         tempfile::Builder::new().prefix("save-").tempdir_in(&self.work)
     }
 
+    /// Begins to store a capture of which nothing is there yet.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        dir: tempfile::TempDir,
+        record: &Record,
+        parent: Option<CheckpointName>,
+    ) -> Result<Capturing, Error> {
+        let (growth, grows) = watch::channel(Growth::default());
+        let (checkpoints, id, tenant, image) = (Arc::clone(self), record.id, tenant(record.owner.as_deref()), record.image.clone());
+        let first = source(dir.path(), PAGES)?;
+        let stored = self.tasks.spawn(async move {
+            let (digest, parent) = checkpoints.before(id, &image, parent).await?;
+            let parents: Vec<&Manifest> = parent.iter().collect();
+            Ok((checkpoints.saver.save_growing(tenant, &first, grows, &parents).await?, digest))
+        });
+        Ok(Capturing { dir, growth, stored: AbortOnDropHandle::new(stored) })
+    }
+
     /// What was captured, with what the next server has to know of it.
     pub(crate) fn capture(
         &self,
@@ -212,18 +263,34 @@ impl Checkpoints {
         parent: Option<CheckpointName>,
     ) -> Capture {
         let (created_at, goes_on) = (jiff::Timestamp::now(), after == AfterSave::GoOn);
-        Capture { dir, state: SavedState::of(record), image: record.image.clone(), created_at, automatic, goes_on, parent }
+        Capture { dir, state: SavedState::of(record), image: record.image.clone(), created_at, automatic, goes_on, parent, stored: None }
+    }
+
+    /// The same of one that is whole now.
+    pub(crate) fn captured(
+        &self,
+        capturing: Capturing,
+        record: &Record,
+        automatic: bool,
+        after: AfterSave,
+        parent: Option<CheckpointName>,
+    ) -> Result<Capture, Error> {
+        let files = sources(capturing.dir())?;
+        let Capturing { dir, growth, stored } = capturing;
+        // Whoever stores it has it, or has failed and says so.
+        growth.send_modify(|growth| growth.files = Some(files));
+        Ok(Capture { stored: Some(stored), ..self.capture(dir, record, automatic, after, parent) })
     }
 
     /// Makes a capture durable. Nothing counts yet. What is left to be done on the volume is done meanwhile, by the task that it returns.
     pub(crate) async fn persist(
         &self,
         id: SandboxId,
-        capture: Capture,
+        mut capture: Capture,
         epoch: u64,
         wanted: CheckpointName,
     ) -> Result<(CheckpointName, JoinHandle<()>), Error> {
-        let (stored, there) = tokio::join!(self.store(id, &capture, epoch, None), self.volume.checkpoints(id));
+        let (stored, there) = tokio::join!(self.store(id, &mut capture, epoch, None), self.volume.checkpoints(id));
         let (saved, contract) = stored?;
         let prepared = match there {
             Ok(there) => {
@@ -243,11 +310,11 @@ impl Checkpoints {
     pub(crate) async fn put_snapshot(
         &self,
         id: SandboxId,
-        capture: Capture,
+        mut capture: Capture,
         epoch: u64,
         (snapshot_id, name): (SnapshotId, Option<String>),
     ) -> Result<Manifest, Error> {
-        let (saved, contract) = self.store(id, &capture, epoch, name).await?;
+        let (saved, contract) = self.store(id, &mut capture, epoch, name).await?;
         let manifest = self.volume.put_snapshot(&saved, contract, snapshot_id).await;
         saved.finish().await;
         let manifest = manifest?;
@@ -266,20 +333,31 @@ impl Checkpoints {
         }
     }
 
-    /// Writes the data of a capture, to which nothing refers yet.
-    async fn store(&self, id: SandboxId, capture: &Capture, epoch: u64, name: Option<String>) -> Result<(SavedFiles, Contract), Error> {
-        let tenant = tenant(capture.state.owner.as_deref());
-        let sources = sources(capture.dir.path())?;
+    /// What has to be there before the data of a sandbox: its image, and what it may have in common with its last checkpoint.
+    async fn before(&self, id: SandboxId, image: &Path, parent: Option<CheckpointName>) -> Result<(ImageDigest, Option<Manifest>), Error> {
         let parent = async {
-            match capture.parent {
+            match parent {
                 Some(name) => self.volume.checkpoint(id, name).await.ok(),
                 None => None,
             }
         };
-        let (digest, parent) = tokio::join!(self.images.put(&capture.image), parent);
-        let digest = digest?;
+        let (digest, parent) = tokio::join!(self.images.put(image), parent);
+        Ok((digest?, parent))
+    }
+
+    async fn store_data(&self, id: SandboxId, capture: &Capture) -> Result<Data, Error> {
+        let sources = sources(capture.dir.path())?;
+        let (digest, parent) = self.before(id, &capture.image, capture.parent).await?;
         let parents: Vec<&Manifest> = parent.iter().collect();
-        let saved = self.saver.save(tenant, &sources, &parents).await?;
+        Ok((self.saver.save(tenant(capture.state.owner.as_deref()), &sources, &parents).await?, digest))
+    }
+
+    /// Writes the data of a capture, to which nothing refers yet.
+    async fn store(&self, id: SandboxId, capture: &mut Capture, epoch: u64, name: Option<String>) -> Result<(SavedFiles, Contract), Error> {
+        let (saved, digest) = match capture.stored.take() {
+            Some(stored) => stored.await.map_err(|_| Error::Interrupted).flatten()?,
+            None => self.store_data(id, capture).await?,
+        };
         let contract = Contract {
             sandbox_id: id,
             created_at: capture.created_at,
@@ -487,8 +565,11 @@ impl Checkpoints {
 
 /// runsc's files in a directory.
 fn sources(dir: &Path) -> Result<Vec<Source>, Error> {
-    let there = FILES.into_iter().map(|name| (name, dir.join(name))).filter(|(_, path)| path.exists());
-    there.map(|(name, path)| Ok(Source { name: name.parse().map_err(invalid)?, path })).collect()
+    FILES.into_iter().filter(|name| dir.join(name).exists()).map(|name| source(dir, name)).collect()
+}
+
+fn source(dir: &Path, name: &str) -> Result<Source, Error> {
+    Ok(Source { name: name.parse().map_err(invalid)?, path: dir.join(name) })
 }
 
 /// Whose data it is.

@@ -57,7 +57,7 @@ pub use metadata::{Metadata, SandboxStatus};
 pub use pace::Pace;
 pub use place::Place;
 pub use publish::Prepared;
-pub use save::{SaveStats, Saved, Saver, Source};
+pub use save::{Growth, SaveStats, Saved, Saver, Source};
 pub use verify::{Depth, Report, verify};
 pub use volume::Volume;
 

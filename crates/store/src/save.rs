@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! workers (blocking threads)                          the caller's task
-//! take the next MiB of the files under a lock
+//! take the next MiB of the files under a lock (of one that is still written: when it is there)
 //! hash each chunk ── known ─────────────────────────┐
 //!   └─ new: compress                                 │
 //! append the MiB's new chunks to the open pack ──────┤ full packs ─► written and synced while the next one fills
@@ -17,17 +17,17 @@ mod simulated;
 #[cfg(test)]
 pub(crate) mod tests;
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
-use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use object_store::{ObjectStoreExt, PutMode};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, watch};
 
-use self::job::{Hints, Job, Pack, Piece};
+use self::job::{Files, Hints, Job, Pack, Piece};
 use crate::collect::{Condemned, Intent, Writer};
 use crate::contract::{About, Contract};
 use crate::error::{Error, Fault, Result};
@@ -49,6 +49,15 @@ const SAVES_AT_ONCE: usize = 2;
 pub struct Source {
     pub name: FileName,
     pub path: PathBuf,
+}
+
+/// Files that are still being written while they are saved.
+#[derive(Debug, Clone, Default)]
+pub struct Growth {
+    /// So much of the first of them is there, and will not change any more.
+    pub bytes: u64,
+    /// All of them, once they are written, the first one first.
+    pub files: Option<Vec<Source>>,
 }
 
 /// What a save did.
@@ -150,6 +159,25 @@ impl Saver {
     /// # Errors
     /// A file can't be read or the volume not written; nothing that anyone reads has changed then.
     pub async fn save(&self, tenant: Tenant, sources: &[Source], parents: &[&Manifest]) -> Result<Saved> {
+        self.save_from(tenant, Input::Written(sources), parents).await
+    }
+
+    /// The same of files that somebody is about to write, of which the first is read as it grows. Whoever writes them tells of it; when nobody does any more and they
+    /// are not there, this has failed.
+    ///
+    /// # Errors
+    /// As [`Saver::save`].
+    pub async fn save_growing(
+        &self,
+        tenant: Tenant,
+        first: &Source,
+        growth: watch::Receiver<Growth>,
+        parents: &[&Manifest],
+    ) -> Result<Saved> {
+        self.save_from(tenant, Input::Growing { first, growth }, parents).await
+    }
+
+    async fn save_from(&self, tenant: Tenant, from: Input<'_>, parents: &[&Manifest]) -> Result<Saved> {
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
         // Before anything is looked at that it did not write.
@@ -157,7 +185,7 @@ impl Saver {
         let mut known = known_to(tenant, parents);
         known.retain(|_, place| !intent.condemned().has(tenant, place.pack));
         let mut written = HashMap::new();
-        let finished = match self.save_new(tenant, sources, known, intent.condemned(), &mut written).await {
+        let finished = match self.save_new(tenant, from, known, intent.condemned(), &mut written).await {
             Ok(finished) => finished,
             Err(error) => {
                 self.withdraw(tenant, written.into_keys()).await;
@@ -218,18 +246,19 @@ impl Saver {
     async fn save_new(
         &self,
         tenant: Tenant,
-        sources: &[Source],
+        from: Input<'_>,
         known: HashMap<ChunkHash, Place>,
         condemned: &Arc<Condemned>,
         written: &mut HashMap<PackId, u64>,
     ) -> Result<Finished> {
-        let (mut attempt, mut gone) = self.attempt(tenant, sources, known, condemned, written).await?;
+        let (mut attempt, mut gone) = self.attempt(tenant, from.files(), known, condemned, written).await?;
+        let sources = &*from.all()?;
         if !gone.is_empty() {
             // Collected, or lost, since they became known. What was just written is still good.
             self.index.forget(&gone);
             let mut known = std::mem::take(&mut attempt.known);
             known.retain(|_, place| !gone.contains(&place.pack));
-            (attempt, gone) = self.attempt(tenant, sources, known, condemned, written).await?;
+            (attempt, gone) = self.attempt(tenant, Files::new(sources), known, condemned, written).await?;
         }
         match gone.into_iter().next() {
             Some(id) => Err(Error::damaged(&layout::pack(tenant, id), Fault::MissingPack { needed_by: "this save".into() })),
@@ -248,15 +277,11 @@ impl Saver {
     async fn attempt(
         &self,
         tenant: Tenant,
-        sources: &[Source],
+        files: Files,
         known: HashMap<ChunkHash, Place>,
         condemned: &Arc<Condemned>,
         written: &mut HashMap<PackId, u64>,
     ) -> Result<(Attempt, HashSet<PackId>)> {
-        let open = |source: &Source| {
-            File::open(&source.path).map_err(|error| Error::local("open", &source.path, error)).map(|file| (file, source.path.clone()))
-        };
-        let files = sources.iter().map(open).collect::<Result<Vec<_>>>()?;
         let known = Hints { known, index: self.index.clone(), condemned: Arc::clone(condemned) };
         let job = Arc::new(Job::new(tenant, files, known, Arc::clone(&self.memory), self.pack_bytes));
         let stop = StopOnDrop(&job);
@@ -321,6 +346,29 @@ impl Saver {
         }
         drop(permit);
         Ok((id, length))
+    }
+}
+
+/// What a save reads.
+enum Input<'a> {
+    Written(&'a [Source]),
+    Growing { first: &'a Source, growth: watch::Receiver<Growth> },
+}
+
+impl Input<'_> {
+    fn files(&self) -> Files {
+        match self {
+            Self::Written(sources) => Files::new(sources),
+            Self::Growing { first, growth } => Files::growing(first, growth.clone()),
+        }
+    }
+
+    /// When they have been read.
+    fn all(&self) -> Result<Cow<'_, [Source]>> {
+        match self {
+            Self::Written(sources) => Ok(Cow::Borrowed(sources)),
+            Self::Growing { growth, .. } => growth.borrow().files.clone().map(Cow::Owned).ok_or(Error::Interrupted),
+        }
     }
 }
 

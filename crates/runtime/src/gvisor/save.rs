@@ -11,7 +11,7 @@ use std::{
 };
 
 use sandboxer_protocol::SandboxId;
-use sandboxer_runsc::{CallError, Checkpoint, Runsc, Status};
+use sandboxer_runsc::{CallError, Checkpoint, Runsc, Status, Written};
 
 use super::{CALL_LIMIT, refused};
 use crate::RuntimeError;
@@ -26,16 +26,22 @@ const MAIN_FILE: &str = "checkpoint.img";
 const LEAST_FREE_BYTES: u64 = 1024 * 1024;
 
 /// Saves a sandbox and leaves it as it is: running, or frozen.
-pub(super) async fn save(runsc: &Runsc, id: SandboxId, into: &Path) -> Result<(), RuntimeError> {
+pub(super) async fn save(runsc: &Runsc, id: SandboxId, into: &Path, written: Option<Written<'_>>) -> Result<(), RuntimeError> {
     let checkpoint = Checkpoint { id: id.to_string(), into: into.to_owned(), leave_running: true };
-    runsc.checkpoint(&checkpoint, SAVE_LIMIT).await.map_err(|error| refused(WHAT, &error))?;
+    runsc.checkpoint(&checkpoint, written, SAVE_LIMIT).await.map_err(|error| refused(WHAT, &error))?;
     verify(into).map_err(|error| RuntimeError::Failed { what: WHAT, why: format!("{}: {error}", into.display()) })
 }
 
 /// Freezes and saves a sandbox. It is frozen after a success and runs after a failure.
-pub(super) async fn save_frozen(runsc: &Runsc, id: SandboxId, dir: &Path, into: &Path) -> Result<(), RuntimeError> {
+pub(super) async fn save_frozen(
+    runsc: &Runsc,
+    id: SandboxId,
+    dir: &Path,
+    into: &Path,
+    written: Option<Written<'_>>,
+) -> Result<(), RuntimeError> {
     let saved = match freeze(runsc, id, dir).await {
-        Ok(()) => save(runsc, id, into).await,
+        Ok(()) => save(runsc, id, into, written).await,
         Err(error) => Err(error),
     };
     if saved.is_err() {

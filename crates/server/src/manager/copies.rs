@@ -225,7 +225,7 @@ impl Manager {
             Ok(rested) => rested?,
             Err(_) => return Err("it does not come to rest".to_owned()),
         }
-        self.runtime.checkpoint(launch.id, &launch.dir, work.dir(), AfterSave::GoOn).await.map_err(|error| error.to_string())
+        self.runtime.checkpoint(launch.id, &launch.dir, work.dir(), AfterSave::GoOn, None).await.map_err(|error| error.to_string())
     }
 }
 

@@ -183,12 +183,20 @@ impl SandboxHost {
     async fn capture_into(&self, record: &Record, after: AfterSave, automatic: bool) -> Result<Capture, String> {
         let (container, dir) = self.place();
         let into = self.checkpoints.work_dir().map_err(|error| format!("no room to save into: {error}"))?;
-        let begun = Instant::now();
-        self.runtime.checkpoint(container, &dir, into.path(), after).await.map_err(|error| error.to_string())?;
-        if after == AfterSave::GoOn {
-            self.metrics.save_pause_seconds.observe(begun.elapsed().as_secs_f64());
-        }
         let parent = *self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        if after == AfterSave::Freeze {
+            // Nobody waits for it to go on, so what is there can be stored while gVisor still writes.
+            let capturing = self.checkpoints.begin(into, record, parent).map_err(|error| error.whole())?;
+            let written = |bytes| capturing.written(bytes);
+            if let Err(error) = self.runtime.checkpoint(container, &dir, capturing.dir(), after, Some(&written)).await {
+                capturing.give_up();
+                return Err(error.to_string());
+            }
+            return self.checkpoints.captured(capturing, record, automatic, after, parent).map_err(|error| error.whole());
+        }
+        let begun = Instant::now();
+        self.runtime.checkpoint(container, &dir, into.path(), after, None).await.map_err(|error| error.to_string())?;
+        self.metrics.save_pause_seconds.observe(begun.elapsed().as_secs_f64());
         Ok(self.checkpoints.capture(into, record, automatic, after, parent))
     }
 

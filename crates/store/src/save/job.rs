@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::chunker::{self, PAGE};
@@ -19,6 +19,7 @@ use crate::index::{ChunkIndex, Place};
 use crate::layout::{PackId, Tenant};
 use crate::manifest::{ChunkHash, Codec};
 use crate::pack::{self, Encoder};
+use crate::save::{Growth, Source};
 
 /// What a worker takes at once: several of the longest chunks.
 const BATCH: usize = 1 << 20;
@@ -55,6 +56,7 @@ pub(super) struct Job {
     tenant: Tenant,
     chunk_key: [u8; 32],
     reader: Mutex<Reader>,
+    growth: Option<watch::Receiver<Growth>>,
     known: Mutex<HashMap<ChunkHash, Place>>,
     index: ChunkIndex,
     condemned: Arc<Condemned>,
@@ -70,7 +72,7 @@ impl Job {
     /// Within a runtime.
     pub(super) fn new(
         tenant: Tenant,
-        files: Vec<(File, PathBuf)>,
+        files: Files,
         Hints { known, index, condemned }: Hints,
         memory: Arc<Semaphore>,
         pack_bytes: usize,
@@ -78,7 +80,8 @@ impl Job {
         Self {
             tenant,
             chunk_key: tenant.chunk_key(),
-            reader: Mutex::new(Reader { files, file: 0, offset: 0 }),
+            growth: files.growth.clone(),
+            reader: Mutex::new(Reader { files, open: None, file: 0, offset: 0 }),
             known: Mutex::new(known),
             index,
             condemned,
@@ -105,7 +108,16 @@ impl Job {
             if self.stopped.is_cancelled() {
                 return Err(Error::Interrupted);
             }
-            let Some(taken) = lock(&self.reader).take(&mut buffer)? else { return Ok(()) };
+            // Not within what it is matched by: the lock is not held while there is nothing to take.
+            let next = lock(&self.reader).take(&mut buffer)?;
+            let taken = match next {
+                Next::Taken(taken) => taken,
+                Next::NotYet { from } => {
+                    self.wait_beyond(from + BATCH as u64)?;
+                    continue;
+                }
+                Next::End => return Ok(()),
+            };
             batch.clear();
             let mut at = 0;
             for length in taken.lengths {
@@ -116,6 +128,14 @@ impl Job {
             self.append(&mut batch, full)?;
             lock(&self.pieces).append(&mut batch.pieces);
         }
+    }
+
+    /// Waits until so much is there of the file that grows, or all of it.
+    fn wait_beyond(&self, bytes: u64) -> Result<()> {
+        let mut growth = self.growth.clone().ok_or(Error::Interrupted)?;
+        let grown = self.stopped.run_until_cancelled(growth.wait_for(|growth| growth.files.is_some() || growth.bytes >= bytes));
+        // Otherwise whoever wrote it has given up.
+        self.runtime.block_on(grown).is_some_and(|grown| grown.is_ok()).then_some(()).ok_or(Error::Interrupted)
     }
 
     /// Looks at one chunk; if it is new, its stored form goes behind `encoded`.
@@ -230,19 +250,69 @@ struct Taken {
     lengths: Vec<usize>,
 }
 
+/// What is read.
+pub(super) struct Files {
+    /// Of those that grow, the one alone that is read meanwhile, until all of them are there.
+    paths: Vec<PathBuf>,
+    growth: Option<watch::Receiver<Growth>>,
+}
+
+impl Files {
+    pub(super) fn new(sources: &[Source]) -> Self {
+        Self { paths: sources.iter().map(|source| source.path.clone()).collect(), growth: None }
+    }
+
+    pub(super) fn growing(first: &Source, growth: watch::Receiver<Growth>) -> Self {
+        Self { growth: Some(growth), ..Self::new(std::slice::from_ref(first)) }
+    }
+
+    /// How much can be read of the file that is read now; none: all of it.
+    fn there(&mut self) -> Option<u64> {
+        let growth = self.growth.as_ref()?.borrow();
+        let Some(all) = &growth.files else { return Some(growth.bytes) };
+        self.paths = all.iter().map(|source| source.path.clone()).collect();
+        drop(growth);
+        self.growth = None;
+        None
+    }
+}
+
+enum Next {
+    Taken(Taken),
+    /// The file grows, and there is not enough of it from here on.
+    NotYet {
+        from: u64,
+    },
+    End,
+}
+
 /// Where the files are read, each from its start to its end.
 struct Reader {
-    files: Vec<(File, PathBuf)>,
+    files: Files,
+    open: Option<File>,
     file: usize,
     offset: u64,
 }
 
 impl Reader {
     /// The next whole chunks into `buffer`. What is left of it belongs to a chunk that is read again with its end.
-    fn take(&mut self, buffer: &mut [u8]) -> Result<Option<Taken>> {
-        while let Some((file, path)) = self.files.get(self.file) {
+    fn take(&mut self, buffer: &mut [u8]) -> Result<Next> {
+        loop {
+            // Before what there is of it is read.
+            let there = self.files.there();
+            if there.is_some_and(|there| there < self.offset + buffer.len() as u64) {
+                return Ok(Next::NotYet { from: self.offset });
+            }
+            let Some(path) = self.files.paths.get(self.file) else { return Ok(Next::End) };
+            let file = match &self.open {
+                Some(file) => file,
+                None => self.open.insert(File::open(path).map_err(|error| Error::local("open", path, error))?),
+            };
             let filled = fill(file, buffer, self.offset).map_err(|source| Error::local("read", path, source))?;
             let last = filled < buffer.len();
+            if last && there.is_some() {
+                return Err(Error::local("read", path, io::ErrorKind::UnexpectedEof.into()));
+            }
             let mut lengths = Vec::new();
             let mut at = 0;
             while let Some(length) = chunker::cut(&buffer[at..filled], last) {
@@ -251,15 +321,14 @@ impl Reader {
             }
             let of = Origin { file: self.file, offset: self.offset };
             if last {
-                (self.file, self.offset) = (self.file + 1, 0);
+                (self.file, self.offset, self.open) = (self.file + 1, 0, None);
             } else {
                 self.offset += at as u64;
             }
             if !lengths.is_empty() {
-                return Ok(Some(Taken { of, lengths }));
+                return Ok(Next::Taken(Taken { of, lengths }));
             }
         }
-        Ok(None)
     }
 }
 

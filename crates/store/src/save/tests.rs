@@ -249,3 +249,74 @@ fn the_work_can_be_given_to_a_task() {
         crate::verify(&here.loader(), &[], crate::Depth::Everything).await
     });
 }
+
+/// What somebody writes while it is saved, and how far that has come.
+fn growing(here: &Here, name: &str) -> (Source, fs::File, watch::Sender<Growth>) {
+    let source = here.source(name, &[]);
+    let file = fs::File::options().append(true).open(&source.path).unwrap();
+    (source, file, watch::Sender::new(Growth::default()))
+}
+
+#[tokio::test]
+async fn a_file_is_stored_while_it_is_written_and_comes_back_as_it_was_in_the_end() {
+    use std::io::Write as _;
+    let here = Here::new();
+    let (first, mut file, growth) = growing(&here, "pages");
+    let data = memory(9 << 20, 1);
+    let saver = here.saver().with_pack_bytes(1 << 20);
+    let (by, of, grows) = (saver.clone(), first.clone(), growth.subscribe());
+    let saving = tokio::spawn(async move { by.save_growing(Tenant::open(), &of, grows, &[]).await });
+    // What is beyond what is told of is not there yet, whatever the file holds.
+    file.write_all(&data[..5 << 20]).unwrap();
+    file.write_all(&vec![0xEE; 1 << 20]).unwrap();
+    growth.send_modify(|growth| growth.bytes = 5 << 20);
+    let written = async {
+        while here.volume.packs(Tenant::open()).await.unwrap().is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), written).await.expect("it is stored before all of it is there");
+    fs::write(&first.path, &data).unwrap();
+    let small = here.source("small", b"small");
+    growth.send_modify(|growth| growth.files = Some(vec![first.clone(), small.clone()]));
+    let saved = saving.await.unwrap().unwrap();
+    // As if it had been there all the while.
+    let at_once = here.saver().save(Tenant::open(), &[first, small], &[]).await.unwrap();
+    assert_eq!(saved.files, at_once.files);
+    let manifest = here.volume.prepare(&saved, example(SandboxId::random()), None).await.unwrap().manifest;
+    let into = here.local.path().join("into");
+    here.loader().load(&Arc::new(manifest), &into, u64::MAX).await.unwrap();
+    assert!(fs::read(into.join("pages")).unwrap() == data);
+    assert_eq!(fs::read(into.join("small")).unwrap(), b"small");
+    saved.finish().await;
+    at_once.finish().await;
+}
+
+#[tokio::test]
+async fn what_was_stored_of_a_file_that_nobody_finishes_is_withdrawn() {
+    use std::io::Write as _;
+    let here = Here::new();
+    let (first, mut file, growth) = growing(&here, "pages");
+    file.write_all(&memory(4 << 20, 2)).unwrap();
+    growth.send_modify(|growth| growth.bytes = 4 << 20);
+    let grows = growth.subscribe();
+    let saver = here.saver().with_pack_bytes(1 << 20);
+    let saving = tokio::spawn(async move { saver.save_growing(Tenant::open(), &first, grows, &[]).await });
+    while here.volume.packs(Tenant::open()).await.unwrap().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    drop(growth);
+    let failed = tokio::time::timeout(Duration::from_secs(60), saving).await.unwrap().unwrap();
+    assert!(matches!(failed, Err(Error::Interrupted)), "{failed:?}");
+    assert!(here.volume.packs(Tenant::open()).await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn one_file_may_be_all_that_there_is_and_another_than_was_expected() {
+    let here = Here::new();
+    let expected = Source { name: "pages".parse().unwrap(), path: here.local.path().join("pages") };
+    let growth = watch::Sender::new(Growth { bytes: 0, files: Some(vec![here.source("all", b"all of it")]) });
+    let saved = here.saver().save_growing(Tenant::open(), &expected, growth.subscribe(), &[]).await.unwrap();
+    assert_eq!((saved.files.len(), saved.files[0].name.as_str()), (1, "all"));
+    saved.finish().await;
+}
