@@ -385,7 +385,11 @@ impl Collector {
             }
             let Some(remember) = self.terms.remember else { continue };
             let since = *self.seen.lock().unwrap_or_else(PoisonError::into_inner).tombstones.entry(ended.id).or_insert(now);
-            if now.since(since) >= remember && self.records.remove(ended.id, &ended.tombstone).await.is_ok() {
+            // Its directory may have been listed before it had one: what is there then is removed by the next collection, which needs the tombstone for that.
+            if now.since(since) >= remember
+                && self.volume.checkpoints(ended.id).await?.is_empty()
+                && self.records.remove(ended.id, &ended.tombstone).await.is_ok()
+            {
                 done.tombstones += 1;
             }
         }
