@@ -125,7 +125,10 @@ impl Volume {
         let id = ws.sandbox_id.clone();
         let _ = ws.bash(&format!("echo {file} > f")).await.ok();
         ws.close().await;
-        eventually("the disconnect is saved", DEADLINE, || self.record(&id)["latest"].is_string()).await;
+        // And nothing of it is still being written.
+        let at_work = || fs::read_dir(self.path().join("collect/intents")).is_ok_and(|mut dir| dir.next().is_some());
+        let saved = || self.record(&id)["latest"].is_string() && self.metadata(&id)["lastCheckpointedAt"].is_string() && !at_work();
+        eventually("the disconnect is saved", DEADLINE, saved).await;
         id
     }
 

@@ -120,14 +120,23 @@ async fn a_sandbox_with_a_client_is_in_use_and_its_client_is_not_disturbed() {
 
 #[tokio::test]
 async fn a_client_that_does_not_answer_a_ping_is_dropped_within_two_seconds_for_a_newcomer() {
-    let (mut dead, id) = Raw::create(shared().address(), None).await;
-    dead.send_text(r#"{"language":"bash","code":"echo of the dead >/tmp/file"}"#).await;
-    while dead.message().await["status"] != "SANDBOX_EXECUTION_DONE" {}
-    let start = Instant::now();
-    let mut ws = Ws::open(shared(), &format!("/attach/{id}")).await;
-    ws.expect_status("SANDBOX_RUNNING").await;
-    let took = start.elapsed();
-    assert!((Duration::from_millis(1500)..Duration::from_secs(4)).contains(&took), "{took:?}");
+    let mut tried = Vec::new();
+    let (mut dead, mut ws) = loop {
+        let (mut dead, id) = Raw::create(shared().address(), None).await;
+        dead.send_text(r#"{"language":"bash","code":"echo of the dead >/tmp/file"}"#).await;
+        while dead.message().await["status"] != "SANDBOX_EXECUTION_DONE" {}
+        let start = Instant::now();
+        let mut ws = Ws::open(shared(), &format!("/attach/{id}")).await;
+        ws.expect_status("SANDBOX_RUNNING").await;
+        let took = start.elapsed();
+        assert!(took >= Duration::from_millis(1500), "{took:?}");
+        if took < Duration::from_secs(4) {
+            break (dead, ws);
+        }
+        // The machine may have been busy with something else.
+        tried.push(took);
+        assert!(tried.len() < 3, "{tried:?}");
+    };
     // Its output and its end may be said again, since no pong ever came.
     ws.repeats_allowed = true;
     ws.send(json!({"language": "bash", "code": "cat /tmp/file", "execution_id": "mine"})).await;

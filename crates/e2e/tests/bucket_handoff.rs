@@ -118,6 +118,7 @@ async fn sandboxes_that_do_nothing_cost_their_renewals_and_the_instance_one_look
     // Until what their creation began is done.
     let settled = Duration::from_secs(if soak() { 90 } else { 6 });
     tokio::time::sleep(settled).await;
+    sandboxer_e2e::eventually("the image is there", sandboxer_e2e::DEADLINE, || bucket.requests().contains_key("PUT images")).await;
     let (before, begun) = (bucket.requests(), Instant::now());
     tokio::time::sleep(Duration::from_secs(if soak() { 300 } else { 15 })).await;
     let (after, took) = (bucket.requests(), begun.elapsed().as_secs_f64());

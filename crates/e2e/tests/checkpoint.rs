@@ -79,7 +79,8 @@ async fn a_saved_sandbox_goes_on_at_another_users_server_with_files_memory_and_p
     ws.expect_status("SANDBOX_KILLING").await;
     ws.expect_status("SANDBOX_KILLED").await;
     ws.expect_close(1000).await;
-    assert_eq!(volume.metadata(&id)["status"], "killed");
+    // On a slow disk it is written after that was said.
+    sandboxer_e2e::eventually("the volume knows", sandboxer_e2e::DEADLINE, || volume.metadata(&id)["status"] == "killed").await;
     let mut ws = Ws::open(&b, &format!("/attach/{id}")).await;
     ws.expect_status("SANDBOX_RESTORING").await;
     let gone = ws.expect_status("SANDBOX_NOT_FOUND").await;

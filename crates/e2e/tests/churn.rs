@@ -156,7 +156,7 @@ async fn churn(server: &Server, time: Duration, ways: &[Way]) -> Vec<String> {
     let until = Instant::now() + time;
     let ids: Vec<String> =
         join_all((0..AT_ONCE as u64).map(|number| client(server, number, until, ways))).await.into_iter().flatten().collect();
-    eventually("every sandbox is gone", Duration::from_secs(30), || {
+    eventually("every sandbox is gone", sandboxer_e2e::DEADLINE, || {
         server.get("/metrics").body.contains("sandboxer_live_sandboxes 0\n") && server.sandbox_processes().is_empty()
     })
     .await;
@@ -183,7 +183,7 @@ async fn sandboxes_come_and_go_and_everything_is_as_it_was() {
 
     ids.extend(churn(&server, churn_for(), &EVERY_WAY).await);
     // The last connections close in their own time.
-    eventually("the connections are closed", Duration::from_secs(10), || host::descriptors(server.pid()) <= descriptors).await;
+    eventually("the connections are closed", sandboxer_e2e::DEADLINE, || host::descriptors(server.pid()) <= descriptors).await;
     let (after, memory_after) = (Held::by(&server), host::rss(server.pid()));
     println!("{} sandboxes; memory {} → {} KiB; {after:?}", ids.len(), memory_before >> 10, memory_after >> 10);
     assert_eq!(after, before);

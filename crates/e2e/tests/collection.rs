@@ -66,9 +66,15 @@ async fn old_checkpoints_and_killed_sandboxes_go_and_the_rest_can_be_restored() 
         (ws, _) = Ws::restore(&server, &id).await;
     }
     assert_eq!(checkpoints(&server, &id).len(), 4);
-    let before = volume.sizes();
+    // Without the records: who holds a sandbox renews its own all the while.
+    let sizes = || {
+        let mut sizes = volume.sizes();
+        sizes.retain(|path, _| !path.starts_with(volume.path().join("locks")));
+        sizes
+    };
+    let before = sizes();
     let would = told(&volume, &["gc", "--dry-run", "--keep-checkpoints", "2"]);
-    assert_eq!((volume.sizes(), &would["checkpoints"]), (before, &json!(2)), "{would}");
+    assert_eq!((sizes(), &would["checkpoints"]), (before, &json!(2)), "{would}");
     let freed = ok(&volume.store(&["gc", "--keep-checkpoints", "2"]));
     assert!(freed.starts_with("freed ") && freed.contains("2 checkpoints"), "{freed}");
     let left = checkpoints(&server, &id);

@@ -81,7 +81,8 @@ async fn what_changes_while_it_is_copied_or_can_not_be_read_is_told() {
     let server = shared();
     let mut ws = Ws::create(server).await;
     let there = |path: &str| format!("{}:{path}", ws.sandbox_id);
-    let place = tempfile::tempdir().unwrap();
+    // Not on the disk: it may pause for as long as the copy takes.
+    let place = tempfile::tempdir_in("/dev/shm").unwrap();
     let local = place.path().join("growing");
     fs::write(&local, vec![7; 16 * MIB]).unwrap();
     let done = AtomicBool::new(false);

@@ -58,7 +58,11 @@ async fn a_client_that_answers_no_ping_gets_the_defaults_after_five_seconds() {
     assert_eq!(raw.message().await["event"], "sandbox_id");
     assert_eq!(raw.message().await["status"], "SANDBOX_RUNNING");
     let took = connected.elapsed();
-    assert!((Duration::from_millis(4900)..Duration::from_secs(9)).contains(&took), "{took:?}");
+    // What making one takes just now is not what is asked here.
+    let begun = Instant::now();
+    Ws::create(shared()).await;
+    let most = Duration::from_secs(9) + begun.elapsed() * 4;
+    assert!((Duration::from_millis(4900)..most).contains(&took), "{took:?}");
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@
 
 use std::{fs::File, time::Duration};
 
-use sandboxer_e2e::{Options, Raw, Server, Ws, eventually, http, shared};
+use sandboxer_e2e::{Options, Server, Volume, Ws, eventually, http, shared};
 use serde_json::json;
 
 #[test]
@@ -126,10 +126,19 @@ async fn a_server_whose_image_is_being_built_is_alive_but_not_ready() {
 
 #[tokio::test]
 async fn a_server_that_is_draining_says_so_to_whoever_comes() {
-    let mut server = Options::default().start();
-    let sandbox = Ws::create(&server).await.sandbox_id.clone();
-    // One client that does not answer the close, for which the server waits a moment.
-    let (_slow, _) = Raw::create(server.address(), None).await;
+    let volume = Volume::default();
+    let mut server = volume.options().arg("--stop-grace").arg("60").start();
+    let kept = Ws::create_kept(&server).await;
+    let sandbox = kept.sandbox_id.clone();
+    // It can't be saved before all of this was asked.
+    let boots: Vec<_> = server.sandbox_processes().into_iter().filter(|process| process.command.contains(&sandbox)).collect();
+    assert!(!boots.is_empty());
+    let all = |signal| {
+        for process in &boots {
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(process.pid.cast_signed()), signal).unwrap();
+        }
+    };
+    all(nix::sys::signal::Signal::SIGSTOP);
     server.term();
     eventually("it is not ready", Duration::from_secs(10), || server.get("/readyz").status == 503).await;
     let answer = server.get("/readyz");
@@ -144,6 +153,7 @@ async fn a_server_that_is_draining_says_so_to_whoever_comes() {
     let mut ws = Ws::open(&server, &format!("/attach/{sandbox}")).await;
     ws.expect_error("server_stopping").await;
     ws.expect_close(1001).await;
+    all(nix::sys::signal::Signal::SIGCONT);
     assert!(server.exited().await.success());
 }
 

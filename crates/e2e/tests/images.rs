@@ -12,7 +12,7 @@ use sandboxer_e2e::{Options, Ws, command, shared, stderr_of, stdout_of};
 use serde_json::{Value, json};
 
 /// Notes what it was told when it was started, and goes on waiting.
-const NOT_PYTHON: &[u8] = b"#!/bin/bash\nwarm=$(<\"$PYTHONPATH/warm\")\necho ${warm//$'\\n'/ } >>/tmp/warm\nread -u 3\n";
+const NOT_PYTHON: &[u8] = b"#!/bin/bash\nwarm=$(<\"$PYTHONPATH/warm\")\necho ${warm//$'\\n'/ } >>/tmp/warm\nread -r\n";
 
 /// Bash, what it needs, maybe something in the place of Python, and a file that tells the image: as `docker save` writes it.
 fn archive(dir: &Path, python: Option<&[u8]>) -> PathBuf {

@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::time::Duration;
 
 use sandboxer_e2e::{Server, Ws, eventually, host, shared};
 use serde_json::{Value, json};
@@ -130,15 +129,15 @@ async fn output_before_a_kill_comes_before_done() {
 
 async fn nothing_left_of(server: &Server, id: &str) {
     let id = id.to_owned();
-    eventually("no process of a killed sandbox", Duration::from_secs(10), || {
+    eventually("no process of a killed sandbox", sandboxer_e2e::DEADLINE, || {
         server.sandbox_processes().iter().all(|process| !process.command.contains(&id))
     })
     .await;
-    eventually("no directory of a killed sandbox", Duration::from_secs(10), || {
+    eventually("no directory of a killed sandbox", sandboxer_e2e::DEADLINE, || {
         host::files_of(server.data_dir(), &id).iter().all(|path| path.is_file())
     })
     .await;
-    eventually("no cgroup of a killed sandbox", Duration::from_secs(10), || host::cgroups_of(&id).is_empty()).await;
+    eventually("no cgroup of a killed sandbox", sandboxer_e2e::DEADLINE, || host::cgroups_of(&id).is_empty()).await;
 }
 
 #[tokio::test]

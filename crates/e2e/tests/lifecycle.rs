@@ -33,7 +33,7 @@ async fn an_idle_sandbox_is_deleted_and_whoever_attaches_later_is_told() {
     ws.expect_alive().await;
     assert!(has_processes(server, &id));
     ws.close().await;
-    eventually("the idle sandbox ends", Duration::from_secs(15), || !has_processes(server, &id)).await;
+    eventually("the idle sandbox ends", sandboxer_e2e::DEADLINE, || !has_processes(server, &id)).await;
     let why = is_gone(server, &id).await.expect("it is gone");
     assert!(why.contains("without a client"), "{why}");
 }
@@ -63,12 +63,12 @@ async fn a_sandbox_that_executes_is_not_idle_without_a_client() {
 #[tokio::test]
 async fn an_attach_starts_the_idle_time_anew_and_zero_means_never() {
     let server = shared();
-    let brief = Ws::create_with(server, json!({"idle_timeout": 6})).await;
+    let brief = Ws::create_with(server, json!({"idle_timeout": 10})).await;
     let never = Ws::create_with(server, json!({"idle_timeout": 0})).await;
     let (brief_id, never_id) = (brief.sandbox_id.clone(), never.sandbox_id.clone());
     brief.close().await;
     never.close().await;
-    for _ in 0..3 {
+    for _ in 0..5 {
         tokio::time::sleep(Duration::from_millis(2500)).await;
         assert_eq!(is_gone(server, &brief_id).await, None);
     }
@@ -79,7 +79,7 @@ async fn an_attach_starts_the_idle_time_anew_and_zero_means_never() {
 #[tokio::test]
 async fn fifty_sandboxes_answer_and_nothing_of_them_is_left_after_sigterm() {
     const SANDBOXES: usize = 50;
-    let mut server = Options::default().arg("--max-sandboxes").arg(SANDBOXES.to_string()).start();
+    let mut server = Options::default().arg("--max-sandboxes").arg(SANDBOXES.to_string()).arg("--stop-grace").arg("120").start();
     let mut clients = Vec::new();
     for _ in 0..SANDBOXES / 10 {
         clients.extend(join_all((0..10).map(|_| Ws::create(&server))).await);

@@ -15,6 +15,9 @@ use serde_json::json;
 /// Shorter than usual, so that it runs out while the test waits.
 const LEASE: Duration = Duration::from_secs(6);
 
+/// Long enough that somebody can get ready between silence and its end, however slow the disk is.
+const SLOW: Duration = Duration::from_secs(20);
+
 fn runs(server: &Server, id: &str) -> bool {
     let container = server.container_of(id).unwrap_or_else(|| id.to_owned());
     server.sandbox_processes().iter().any(|process| process.command.contains(&container))
@@ -22,7 +25,7 @@ fn runs(server: &Server, id: &str) -> bool {
 
 /// One that keeps nothing in a pool, so that what is there was got ready for somebody.
 fn serve_without_pool(volume: &Volume) -> Server {
-    let options = volume.options().arg("--lease").arg(LEASE.as_secs_f64().to_string());
+    let options = volume.options().arg("--lease").arg(SLOW.as_secs_f64().to_string());
     options.arg("--pool").arg("0").arg("--restore-pool").arg("0").start()
 }
 
@@ -116,7 +119,7 @@ async fn an_instance_that_was_stopped_for_too_long_ends_what_another_has_taken_o
 #[tokio::test]
 async fn what_was_got_ready_for_a_silent_owner_goes_again_with_who_wanted_it() {
     let volume = Volume::default();
-    let (a, b) = (volume.serve_with_lease(LEASE), serve_without_pool(&volume));
+    let (a, b) = (volume.serve_with_lease(SLOW), serve_without_pool(&volume));
     let (id, mut old, waiting) = silent_and_awaited(&volume, &a, &b).await;
     waiting.vanish();
     // It comes back before its lease is over, and nothing has happened to it.
@@ -129,7 +132,7 @@ async fn what_was_got_ready_for_a_silent_owner_goes_again_with_who_wanted_it() {
 #[tokio::test]
 async fn an_instance_that_dies_with_something_got_ready_harms_nobody() {
     let volume = Volume::default();
-    let (a, mut b) = (volume.serve_with_lease(LEASE), serve_without_pool(&volume));
+    let (a, mut b) = (volume.serve_with_lease(SLOW), serve_without_pool(&volume));
     let (id, mut old, _waiting) = silent_and_awaited(&volume, &a, &b).await;
     b.kill9();
     a.go_on();

@@ -264,6 +264,8 @@ for _ in range(3):
     // Names that the file of hosts does not have are not resolved by anybody; so a name of it.
     let many = many.replace("a.test", "other.test");
     assert_eq!(ws.python(&many).await.ok(), "200\n200\n503\n");
+    let over = || log_of(&server, &ws).iter().all(|one| !one["duration_ms"].is_null());
+    sandboxer_e2e::eventually("their places are free", sandboxer_e2e::DEADLINE, over).await;
     let used = ws.bash(&format!("curl -sS -o /dev/null -w '%{{size_download}}' http://plain.test:{http}/big/{} 2>/dev/null; echo; curl -sS http://plain.test:{http}/hello.txt", 8 << 20)).await;
     assert!(used.out().contains("used up"), "{}", used.out());
 }

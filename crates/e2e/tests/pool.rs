@@ -77,11 +77,11 @@ async fn a_sandbox_from_the_pool_can_not_be_told_from_a_fresh_one() {
 
 #[tokio::test]
 async fn its_age_counts_from_when_it_was_asked_for() {
-    let server = pool(1).arg("--max-lifetime").arg("3").start();
+    let server = pool(1).arg("--max-lifetime").arg("8").start();
     server.filled(1, 0).await;
     let waited = server.waiting();
     // Not a wait for something: longer than it may live.
-    tokio::time::sleep(Duration::from_millis(3500)).await;
+    tokio::time::sleep(Duration::from_millis(8500)).await;
     assert_eq!(server.waiting(), waited);
     let mut ws = Ws::create(&server).await;
     assert!(waited.contains(&ws.sandbox_id));

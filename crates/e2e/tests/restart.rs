@@ -77,7 +77,7 @@ impl Follower {
 #[tokio::test]
 async fn kill_9_of_the_server_loses_no_sandbox_and_no_byte() {
     const SANDBOXES: usize = 20;
-    let mut server = Options::default().arg("--max-sandboxes").arg(SANDBOXES.to_string()).start();
+    let mut server = Options::default().arg("--max-sandboxes").arg(SANDBOXES.to_string()).arg("--stop-grace").arg("120").start();
     let mut followers = join_all((0..SANDBOXES).map(|_| Follower::start(&server))).await;
     for _ in 0..count(10, 100) {
         join_all(followers.iter_mut().map(|follower| follower.follow(&server, 60, false))).await;

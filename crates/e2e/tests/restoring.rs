@@ -80,18 +80,19 @@ impl Slowed {
         assert_eq!(bringing.len(), 1, "{name}");
         let pid = Pid::from_raw(bringing[0].pid.cast_signed());
         let (last, told) = mpsc::channel();
+        // Until it has gone, or somebody has said how it is left.
         let at_it = thread::spawn(move || {
-            let mut signal = Signal::SIGCONT;
-            // Until it has gone, or somebody has said how it is left.
-            while kill(pid, signal).is_ok() {
+            while kill(pid, Signal::SIGCONT).is_ok() {
                 thread::sleep(WORKING);
                 if kill(pid, Signal::SIGSTOP).is_err() {
-                    return;
+                    break;
                 }
-                signal = match told.recv_timeout(STOPPED) {
-                    Err(RecvTimeoutError::Timeout) => Signal::SIGCONT,
-                    Ok(last) => return drop(kill(pid, last)),
-                    Err(RecvTimeoutError::Disconnected) => return drop(kill(pid, Signal::SIGCONT)),
+                match told.recv_timeout(STOPPED) {
+                    Err(RecvTimeoutError::Timeout) => {}
+                    last => {
+                        let _ = kill(pid, last.unwrap_or(Signal::SIGCONT));
+                        break;
+                    }
                 }
             }
         });

@@ -165,9 +165,11 @@ async fn input_that_was_not_read_is_not_seen_by_the_next_execution() {
 #[tokio::test]
 async fn input_to_a_program_that_closed_its_own_end_does_no_harm() {
     let mut ws = Ws::create(shared()).await;
-    ws.start(json!({"language": "bash", "code": "exec <&-; echo closed; sleep 0.3; echo end"})).await;
+    let code = "trap 'echo end; exit' USR1; exec <&-; echo closed; while :; do sleep 0.05; done";
+    ws.start(json!({"language": "bash", "code": code})).await;
     ws.until_output("stdout", "closed\n").await;
     ws.send(stdin("into nothing\n")).await;
+    ws.send(json!({"action": "signal", "signal": "SIGUSR1"})).await;
     let outcome = ws.until_done().await;
     assert_eq!(outcome.ok(), "end\n");
     ws.expect_alive().await;

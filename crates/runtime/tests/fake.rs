@@ -49,7 +49,7 @@ async fn a_save_during_an_execution_can_be_refused() {
     session.exec("sleep 600").await;
     session.settle().await;
     let (id, dir) = (session.launch.id, session.launch.dir.clone());
-    let error = fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::GoOn).await.unwrap_err();
+    let error = fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::GoOn, None).await.unwrap_err();
     assert!(matches!(error, RuntimeError::Busy), "{error}");
 }
 
@@ -70,8 +70,8 @@ async fn faults_come_when_asked_for() {
     let session = Session::start(&fake).await;
     let (id, dir) = (session.launch.id, session.launch.dir.clone());
     fake.0.fail_next(Fault::Checkpoint, "the disk is full");
-    assert!(fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze).await.is_err());
-    fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze).await.unwrap();
+    assert!(fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze, None).await.is_err());
+    fake.0.checkpoint(id, &dir, &session.save_dir(), AfterSave::Freeze, None).await.unwrap();
     fake.0.remove(id, &dir).await.unwrap();
     fake.0.fail_next(Fault::Start, "no memory");
     let instance = fake.0.start(&session.launch).await.unwrap();

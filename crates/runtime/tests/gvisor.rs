@@ -136,7 +136,7 @@ async fn a_long_state_directory_does() {
     let mut session = Session::start(&subject).await;
     let (id, dir) = (session.launch.id, session.launch.dir.clone());
     assert_eq!(session.run("echo there").await.0, "there\n");
-    subject.runtime().checkpoint(id, &dir, &session.save_dir(), AfterSave::GoOn).await.unwrap();
+    subject.runtime().checkpoint(id, &dir, &session.save_dir(), AfterSave::GoOn, None).await.unwrap();
     subject.runtime().remove(id, &dir).await.unwrap();
     assert_eq!(subject.leftovers(id, &dir), Vec::<String>::new());
 }

@@ -15,7 +15,7 @@ use std::{
 
 use futures_util::{SinkExt as _, StreamExt as _};
 use sandboxer_protocol::SandboxId;
-use sandboxer_runtime::{AfterSave, BoxFuture, FakeRuntime, Fault, HostLimits, Instance, Launch, NotWhole, Runtime, RuntimeError};
+use sandboxer_runtime::{AfterSave, BoxFuture, FakeRuntime, Fault, HostLimits, Instance, Launch, NotWhole, Runtime, RuntimeError, Written};
 use sandboxer_server::{Access, ApiKey, CheckpointSettings, Collection, Facts, Images, Server, Settings, StopHow, Terms};
 use sandboxer_store::Place;
 use serde_json::{Value, json};
@@ -67,11 +67,18 @@ impl Runtime for Gated {
         self.inner.take_up(id, dir)
     }
 
-    fn checkpoint<'a>(&'a self, id: SandboxId, dir: &'a Path, into: &'a Path, after: AfterSave) -> BoxFuture<'a, Result<(), RuntimeError>> {
+    fn checkpoint<'a>(
+        &'a self,
+        id: SandboxId,
+        dir: &'a Path,
+        into: &'a Path,
+        after: AfterSave,
+        written: Option<Written<'a>>,
+    ) -> BoxFuture<'a, Result<(), RuntimeError>> {
         Box::pin(async move {
             self.begun.add_permits(1);
             self.may_save.acquire().await.unwrap().forget();
-            self.inner.checkpoint(id, dir, into, after).await
+            self.inner.checkpoint(id, dir, into, after, written).await
         })
     }
 
@@ -129,6 +136,8 @@ impl Ground {
         let data = self.0.path().join(name);
         std::fs::create_dir(&data).unwrap();
         let mut settings = Settings::new("127.0.0.1:0".parse().unwrap(), data);
+        // Far longer than the tests wait for anything.
+        settings.stop_grace = Duration::from_secs(600);
         settings.checkpoints = Some(CheckpointSettings {
             place: Place::at(&self.0.path().join("volume")).unwrap(),
             key_file: None,
@@ -390,12 +399,10 @@ async fn a_server_that_stops_does_not_wait_for_the_memory_of_a_fork() {
         }
     };
     timeout(PATIENCE, begun).await.unwrap();
-    let stopped = std::time::Instant::now();
     a.stop.send(StopHow::Drain).unwrap();
     let (status, told) = timeout(PATIENCE, forking).await.unwrap().unwrap();
     assert!(status >= 500, "{told}");
     timeout(PATIENCE, a.task).await.unwrap().unwrap();
-    assert!(stopped.elapsed() < Duration::from_secs(5), "{:?}", stopped.elapsed());
     assert!(a.runtime.inner.ids().is_empty(), "nothing is left of it");
 }
 

@@ -32,7 +32,7 @@ pub struct Session {
     pub received: PerStream<Vec<u8>>,
     pub exit: Option<Exit>,
     marker: Marker,
-    number: u64,
+    pub number: u64,
     // Removed with everything in it when the test is over.
     _home: tempfile::TempDir,
 }
