@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-
 use sandboxer_e2e::{Server, Ws, eventually, host, shared};
 use serde_json::{Value, json};
 

@@ -138,6 +138,8 @@ struct Seen {
     intents: BTreeMap<Nonce, Moment>,
     lists: BTreeMap<Nonce, Moment>,
     tombstones: BTreeMap<SandboxId, Moment>,
+    /// Lists that have no name yet, or never got one.
+    staged_lists: BTreeMap<std::path::PathBuf, Moment>,
     /// Who had collected last when this one looked; none: it has not looked.
     turn: Option<Option<Nonce>>,
 }
@@ -266,7 +268,9 @@ impl Collector {
         }
         self.forget_the_gone(&plan.kept, &scan).await;
         self.remove_ended(&scan, &mut done).await?;
-        for (path, bytes) in self.volume.staged().await?.into_iter().filter(|(path, _)| plan.staged.contains_key(path)) {
+        let staged = self.volume.staged().await?;
+        self.see_staged_lists(&staged);
+        for (path, bytes) in staged.into_iter().filter(|(path, _)| plan.staged.contains_key(path) && self.is_abandoned(path)) {
             self.volume.remove_staged(path).await?;
             done.staged += 1;
             done.staged_bytes += bytes;
@@ -275,6 +279,21 @@ impl Collector {
         self.remove_old_bells().await;
         self.keep_reserve().await;
         Ok((done, no_room))
+    }
+
+    /// Collectors do not wait for each other: a list that another has not named yet is left to it for as long as one that it has.
+    fn see_staged_lists(&self, staged: &BTreeMap<std::path::PathBuf, u64>) {
+        let now = self.clock.now();
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.staged_lists.retain(|path, _| staged.contains_key(path));
+        for path in staged.keys().filter(|path| path.parent().is_some_and(|dir| dir.ends_with("collect/condemned"))) {
+            seen.staged_lists.entry(path.clone()).or_insert(now);
+        }
+    }
+
+    fn is_abandoned(&self, path: &std::path::Path) -> bool {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.staged_lists.get(path).is_none_or(|since| self.clock.now().since(*since) >= self.terms.longest_save * 2)
     }
 
     async fn first_scan(&self) -> Result<Plan> {

@@ -43,7 +43,11 @@ impl Here {
     }
 
     fn collector(&self, name: &str) -> Collector {
-        let terms = Terms { retention: KEEP, longest_save: LONGEST, remember: Some(Duration::ZERO) };
+        self.patient_collector(name, LONGEST)
+    }
+
+    fn patient_collector(&self, name: &str, longest_save: Duration) -> Collector {
+        let terms = Terms { retention: KEEP, longest_save, remember: Some(Duration::ZERO) };
         Collector::new(self.volume.clone(), self.records.clone(), Arc::new(BootClock), name.parse().unwrap(), terms)
     }
 
@@ -524,7 +528,8 @@ async fn writers_and_collectors_at_once_lose_nothing_and_leave_nothing() {
         .map(|number| {
             let (here, stop) = (Arc::clone(&here), Arc::clone(&stop));
             tokio::spawn(async move {
-                let collector = here.collector(&format!("c{number}"));
+                // However long a writer's disk takes for an intent.
+                let collector = here.patient_collector(&format!("c{number}"), Duration::from_secs(60));
                 while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                     collector.collect().await.unwrap();
                 }
