@@ -124,9 +124,14 @@ impl Running {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(i32::try_from(self.child.id()).unwrap()), signal).unwrap();
     }
 
-    /// Waits until it has printed so many more lines.
+    /// Waits until it has printed so many more lines than by now.
     pub async fn prints_more(&self, lines: usize) {
-        let wanted = self.stdout.lock().unwrap().len() + lines;
+        let printed = self.stdout.lock().unwrap().len();
+        self.printed(printed + lines).await;
+    }
+
+    /// Waits until it has printed so many lines.
+    pub async fn printed(&self, wanted: usize) {
         let start = Instant::now();
         while self.stdout.lock().unwrap().len() < wanted {
             assert!(start.elapsed() < DEADLINE, "it prints nothing more; its errors: {:?}", self.stderr());

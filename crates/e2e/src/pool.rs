@@ -48,7 +48,9 @@ impl Server {
     #[must_use]
     pub fn every_process(&self) -> Vec<host::Process> {
         let mut processes = host::processes_naming(self.data_dir());
-        processes.retain(|process| process.pid != self.pid());
+        // Whoever it is just starting has its own command line still.
+        let own = processes.iter().find(|process| process.pid == self.pid()).map(|process| process.command.clone());
+        processes.retain(|process| process.pid != self.pid() && Some(&process.command) != own.as_ref());
         processes
     }
 

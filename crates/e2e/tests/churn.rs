@@ -157,7 +157,8 @@ async fn churn(server: &Server, time: Duration, ways: &[Way]) -> Vec<String> {
     let ids: Vec<String> =
         join_all((0..AT_ONCE as u64).map(|number| client(server, number, until, ways))).await.into_iter().flatten().collect();
     eventually("every sandbox is gone", sandboxer_e2e::DEADLINE, || {
-        server.get("/metrics").body.contains("sandboxer_live_sandboxes 0\n") && server.sandbox_processes().is_empty()
+        let none_live = server.get("/metrics").body.contains("sandboxer_live_sandboxes 0\n");
+        none_live && server.sandbox_processes().is_empty() && server.sandbox_directories().is_empty()
     })
     .await;
     // Why they ended is remembered for a second here, and forgotten when somebody asks.

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use sandboxer_e2e::{DelayProxy, Opcode, Options, Raw, Ws, shared};
+use sandboxer_e2e::{DEADLINE, DelayProxy, Opcode, Options, Raw, Ws, shared};
 use serde_json::{Value, json};
 
 /// The grace in which a configuration may follow the pong.
@@ -52,17 +52,22 @@ async fn a_client_that_waits_for_running_gets_the_defaults() {
 
 #[tokio::test]
 async fn a_client_that_answers_no_ping_gets_the_defaults_after_five_seconds() {
-    let connected = Instant::now();
-    let mut raw = Raw::connect(shared().address(), "/create", None).await;
-    assert_eq!(raw.message().await["status"], "SANDBOX_CREATING");
-    assert_eq!(raw.message().await["event"], "sandbox_id");
-    assert_eq!(raw.message().await["status"], "SANDBOX_RUNNING");
-    let took = connected.elapsed();
-    // What making one takes just now is not what is asked here.
-    let begun = Instant::now();
-    Ws::create(shared()).await;
-    let most = Duration::from_secs(9) + begun.elapsed() * 4;
-    assert!((Duration::from_millis(4900)..most).contains(&took), "{took:?}");
+    let mut tried = Vec::new();
+    loop {
+        let connected = Instant::now();
+        let mut raw = Raw::connect(shared().address(), "/create", None).await;
+        assert_eq!(raw.message().await["status"], "SANDBOX_CREATING");
+        assert_eq!(raw.message().await["event"], "sandbox_id");
+        assert_eq!(raw.message().await["status"], "SANDBOX_RUNNING");
+        let took = connected.elapsed();
+        assert!(took >= Duration::from_millis(4900), "{took:?}");
+        if took < Duration::from_secs(9) {
+            break;
+        }
+        // The machine may have been busy with something else.
+        tried.push(took);
+        assert!(tried.len() < 3, "{tried:?}");
+    }
 }
 
 #[tokio::test]
@@ -312,7 +317,7 @@ async fn a_client_that_leaves_while_its_sandbox_is_made_leaves_nothing_that_can_
             return;
         }
         assert_eq!(message["status"], "SANDBOX_CREATION_ERROR", "{message}");
-        assert!(start.elapsed() < Duration::from_secs(20), "no place comes free");
+        assert!(start.elapsed() < DEADLINE, "no place comes free");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }

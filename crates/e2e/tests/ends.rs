@@ -2,13 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::time::Duration;
-
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use sandboxer_e2e::{Options, Server, User, Ws, as_both_users, eventually, host, shared, shared_as};
+use sandboxer_e2e::{DEADLINE, Options, Server, User, Ws, as_both_users, eventually, host, shared, shared_as};
 use serde_json::json;
 
 /// `SANDBOX_ERROR` with its reason → `error` → close 4000; and then `SANDBOX_NOT_FOUND` with the same message, also after a restart.
@@ -20,7 +18,7 @@ async fn is_told(ws: &mut Ws, server: &Server, reason: &str, code: &str) -> Stri
     ws.expect_close(4000).await;
     let message = status["message"].as_str().unwrap().to_owned();
     is_remembered(server, &ws.sandbox_id, &message).await;
-    eventually("its processes are gone", Duration::from_secs(10), || processes(server, &ws.sandbox_id).is_empty()).await;
+    eventually("its processes are gone", DEADLINE, || processes(server, &ws.sandbox_id).is_empty()).await;
     assert!(host::cgroups_of(&ws.sandbox_id).is_empty());
     message
 }
@@ -81,8 +79,8 @@ async fn a_sandbox_whose_agent_ends_says_that_it_failed() {
 
 #[tokio::test]
 async fn a_sandbox_ends_with_its_lifetime_whoever_is_attached() {
-    let server = Options::default().arg("--max-lifetime").arg("5").start();
-    let message = "The sandbox reached the longest lifetime that this server allows, 5 s.";
+    let server = Options::default().arg("--max-lifetime").arg("10").start();
+    let message = "The sandbox reached the longest lifetime that this server allows, 10 s.";
     let alone = Ws::create_with(&server, json!({"idle_timeout": 0})).await;
     let id = alone.sandbox_id.clone();
     alone.close().await;

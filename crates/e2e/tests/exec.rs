@@ -75,16 +75,16 @@ async fn a_first_interrupt_is_the_programs_and_a_second_kills_it() {
     let id = cli.create(&[]);
     let code = "import signal, sys\nsignal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\nprint('ready', flush=True)\nwhile True: signal.pause()";
     let mut running = cli.spawn(["exec", &id, "--language", "python", code]);
-    running.prints_more(1).await;
+    running.printed(1).await;
     running.signal(Signal::SIGINT);
-    running.prints_more(1).await;
+    running.printed(2).await;
     assert_eq!(running.stdout(), ["ready", "interrupted"]);
     running.signal(Signal::SIGINT);
     assert_eq!(running.exited().await.code(), Some(137));
 
     // Told to end, this command leaves, and the program goes on.
     let mut running = cli.spawn(["exec", &id, "--language", "python", code]);
-    running.prints_more(1).await;
+    running.printed(1).await;
     assert!(cli.fails(125, ["exec", &id, "--", "true"]).contains("sandboxer kill"), "somebody is attached");
     running.signal(Signal::SIGTERM);
     assert_eq!(running.exited().await.code(), Some(143));
@@ -114,22 +114,22 @@ async fn what_runs_unwatched_is_looked_at_without_taking_anything_and_come_back_
     let again: Value = serde_json::from_str(&cli.ok(["logs", "--json", &id])).unwrap();
     assert_eq!((&again["stdout"], &again["stderr"]), (&json!("one\n"), &json!("two\n")), "looking takes nothing away");
     let mut running = cli.spawn(["attach", &id]);
-    running.prints_more(1).await;
+    running.printed(1).await;
     running.say("hello\n");
-    running.prints_more(1).await;
+    running.printed(2).await;
     drop(running.child.stdin.take());
     assert_eq!(running.exited().await.code(), Some(7));
     assert_eq!((running.stdout(), running.stderr()), (vec!["one".to_owned(), "got hello".to_owned()], vec!["two".to_owned()]));
 
     let execution = cli.ok(["exec", &id, "--detach", "--", "bash", "-c", "echo begun; sleep 1000"]);
     let mut following = cli.spawn(["logs", "--follow", &id]);
-    following.prints_more(1).await;
+    following.printed(1).await;
     // From elsewhere, while somebody is attached.
     assert_eq!(cli.ok(["kill", &id]), execution);
     assert_eq!((following.exited().await.code(), following.stdout()), (Some(0), vec!["begun".to_owned()]));
     let mut running =
         cli.spawn(["exec", &id, "--", "bash", "-c", "trap 'echo term; exit 9' TERM; echo ready; while :; do sleep 0.1; done"]);
-    running.prints_more(1).await;
+    running.printed(1).await;
     cli.ok(["kill", "--signal", "TERM", &id]);
     assert_eq!((running.exited().await.code(), running.stdout()), (Some(9), vec!["ready".to_owned(), "term".to_owned()]));
 }

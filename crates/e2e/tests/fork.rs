@@ -248,6 +248,12 @@ async fn where_not_all_can_be_made_none_is_and_nothing_is_left() {
     server.refuses(None, "POST", &path, &json!({}), 503, "no_capacity");
     ws.expect_alive().await;
 
+    // What is said of the copies on the volume comes behind the answer.
+    let described = |copy: &Value| {
+        fs::read_to_string(volume.path().join(id(copy)).join("metadata.json")).is_ok_and(|text| text.contains("lastCheckpointedAt"))
+    };
+    eventually("they are described on the volume", DEADLINE, || items(&two).iter().all(described)).await;
+
     // Data that is damaged, at an instance that has to read it.
     let before = on_volume(&volume);
     for pack in volume.packs() {

@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::{fs::File, time::Duration};
+use std::fs::File;
 
-use sandboxer_e2e::{Options, Server, Volume, Ws, eventually, http, shared};
+use sandboxer_e2e::{DEADLINE, Options, Server, Volume, Ws, eventually, http, shared};
 use serde_json::json;
 
 #[test]
@@ -85,7 +85,7 @@ async fn metrics_count_and_time_creates_and_executions_and_tell_the_live_sandbox
     one.send(json!({"action": "kill_sandbox"})).await;
     one.expect_status("SANDBOX_KILLING").await;
     one.expect_status("SANDBOX_KILLED").await;
-    eventually("one sandbox less", Duration::from_secs(10), || sample(&server, "sandboxer_live_sandboxes") == 1.0).await;
+    eventually("one sandbox less", DEADLINE, || sample(&server, "sandboxer_live_sandboxes") == 1.0).await;
     drop(two);
 }
 
@@ -110,8 +110,7 @@ async fn a_server_whose_image_is_being_built_is_alive_but_not_ready() {
     let building = File::create(images.path().join("build.lock")).unwrap();
     building.lock().unwrap();
     let server = Options::default().arg("--image-dir").arg(images.path().to_str().unwrap()).not_waiting().start();
-    eventually("it waits for the image", Duration::from_secs(10), || server.get("/readyz").body.contains("waiting for another process"))
-        .await;
+    eventually("it waits for the image", DEADLINE, || server.get("/readyz").body.contains("waiting for another process")).await;
     let answer = server.get("/readyz");
     let expected = "preparing the base image: 0 %, waiting for another process that is building it\n";
     assert_eq!((answer.status, answer.body.as_str()), (503, expected));
@@ -140,7 +139,7 @@ async fn a_server_that_is_draining_says_so_to_whoever_comes() {
     };
     all(nix::sys::signal::Signal::SIGSTOP);
     server.term();
-    eventually("it is not ready", Duration::from_secs(10), || server.get("/readyz").status == 503).await;
+    eventually("it is not ready", DEADLINE, || server.get("/readyz").status == 503).await;
     let answer = server.get("/readyz");
     assert_eq!((answer.status, answer.body.as_str()), (503, "stopping\n"));
     assert_eq!(server.get("/healthz").status, 200);

@@ -176,9 +176,13 @@ async fn a_server_that_died_with_a_frozen_sandbox_finds_it_again() {
     assert_eq!(volume.record(&id)["epoch"], 1);
 }
 
-/// Frozen, until its lease is certain again.
-async fn frozen(server: &Server, times: usize) {
-    eventually("it is frozen", DEADLINE, || server.log().matches("the lease could run out: the sandbox is frozen").count() >= times).await;
+/// Takes the volume away until the sandbox is frozen. A slow disk may have frozen it before, which does not count.
+async fn hide_until_frozen(volume: &Volume, server: &Server, id: &str) {
+    let frozen = || server.log().matches("the lease could run out: the sandbox is frozen").count();
+    eventually("it is served", DEADLINE, || server.view_of(id).is_some_and(|view| view["serving"] == true)).await;
+    let before = frozen();
+    volume.hide();
+    eventually("it is frozen", DEADLINE, || frozen() > before).await;
 }
 
 #[tokio::test]
@@ -186,8 +190,7 @@ async fn a_sandbox_that_can_not_be_thawed_at_first_is_thawed_in_the_end() {
     let (volume, runsc) = (Volume::default(), Runsc::default());
     let mut a = runsc.on(volume.options().arg("--lease").arg(LEASE.as_secs_f64().to_string())).start();
     let id = volume.saved_sandbox(&a, "kept").await;
-    volume.hide();
-    frozen(&a, 1).await;
+    hide_until_frozen(&volume, &a, &id).await;
     runsc.fail("resume", 2);
     volume.show();
     eventually("it was tried", DEADLINE, || runsc.failures_left() == 0).await;
@@ -195,8 +198,7 @@ async fn a_sandbox_that_can_not_be_thawed_at_first_is_thawed_in_the_end() {
     assert_eq!(ws.bash("cat f; echo unsaved > f").await.ok(), "kept\n");
 
     // The same by a server that finds it frozen: it is told to be there, is not restored beside itself, and comes back as it was.
-    volume.hide();
-    frozen(&a, 2).await;
+    hide_until_frozen(&volume, &a, &id).await;
     let frozen_one = a.container_of(&id).unwrap_or_else(|| id.clone());
     a.kill9();
     runsc.fail("resume", 3);

@@ -9,7 +9,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use sandboxer_e2e::{Assembly, Incoming, Options, Server, Ws, count, eventually, host};
+use sandboxer_e2e::{Assembly, DEADLINE, Incoming, Options, Server, Ws, count, eventually, host};
 use serde_json::{Map, Value, json};
 
 /// Prints numbered lines on both streams until it is told to stop.
@@ -144,10 +144,8 @@ async fn what_is_known_of_a_sandbox_outlives_the_server() {
     assert!(status["message"].as_str().unwrap().contains("killed"), "{status}");
 
     let brief = brief.sandbox_id.clone();
-    eventually("the idle time goes on", Duration::from_secs(15), || {
-        !server.sandbox_processes().iter().any(|process| process.command.contains(&brief))
-    })
-    .await;
+    eventually("the idle time goes on", DEADLINE, || !server.sandbox_processes().iter().any(|process| process.command.contains(&brief)))
+        .await;
 }
 
 #[tokio::test]

@@ -103,6 +103,8 @@ async fn saved_sandboxes_are_listed_to_their_key_alone_at_every_instance_until_t
     ws.send(json!({"action": "kill_sandbox"})).await;
     ws.expect_status("SANDBOX_KILLING").await;
     ws.expect_status("SANDBOX_KILLED").await;
+    // On a slow disk it is written after that was said.
+    eventually("the volume knows", DEADLINE, || volume.metadata(&first)["status"] == "killed").await;
     for server in [&a, &b] {
         assert_eq!(listed(server, alice, "saved=true"), shown(&[("third", "ready")]));
     }

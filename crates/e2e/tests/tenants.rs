@@ -60,8 +60,6 @@ async fn a_key_has_so_many_sandboxes_at_once_and_others_are_not_affected() {
     alice.send(json!({"action": "kill_sandbox"})).await;
     alice.expect_status("SANDBOX_KILLING").await;
     alice.expect_status("SANDBOX_KILLED").await;
-    let dir = server.data_dir().join("sandboxes").join(&alice.sandbox_id);
-    sandboxer_e2e::eventually("its place is free", sandboxer_e2e::DEADLINE, || !dir.exists()).await;
     creates(&server, ALICE).await.expect_alive().await;
 }
 
@@ -98,7 +96,6 @@ async fn sandboxes_that_come_back_from_the_volume_count_too() {
     first.expect_status("SANDBOX_KILLING").await;
     first.expect_status("SANDBOX_KILLED").await;
     first.expect_close(1000).await;
-    sandboxer_e2e::eventually("its place is free", sandboxer_e2e::DEADLINE, || server.sandbox_directories().is_empty()).await;
     let mut second = attach(&saved[1]).await;
     second.expect_status("SANDBOX_RUNNING").await;
     second.expect_alive().await;

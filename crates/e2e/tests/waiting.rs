@@ -112,7 +112,7 @@ async fn what_clients_say_while_they_wait_is_bounded_and_their_going_is_noticed(
     drop(waiting);
     eventually("their going is noticed", DEADLINE, || b.metric("sandboxer_clients") <= 1.0).await;
     drop(first);
-    eventually("the registration is withdrawn", Duration::from_secs(20), || volume.record(&id)["waiter"].is_null()).await;
+    eventually("the registration is withdrawn", DEADLINE, || volume.record(&id)["waiter"].is_null()).await;
     a.go_on();
     let mut ws = Ws::attach(&a, &id).await;
     assert_eq!(ws.bash("cat f").await.ok(), "kept\n");

@@ -71,8 +71,7 @@ impl FileServer {
         let log = File::create(sandbox.join(LOG))?;
         let mut command = Command::new(program);
         command.args(arguments).arg(sandbox).env_clear().stdin(OwnedFd::from(given)).stdout(OwnedFd::from(ours)).stderr(log);
-        // What is sent to the server's terminal is not for it.
-        let child = command.process_group(0).spawn()?;
+        let child = command.spawn()?;
         Ok((Self { socket: File::from(OwnedFd::from(theirs)), files }, child))
     }
 
@@ -169,6 +168,9 @@ fn receive(stream: &UnixStream, bytes: &mut [u8], take: impl FnMut(File)) -> io:
 /// # Errors
 /// The system refuses it.
 pub fn give_up_privileges() -> io::Result<()> {
+    // What is sent to the server's terminal is not for it. Nor is what the system sends to those who were stopped when whoever started them ends, as it would to a group of the
+    // server's own session.
+    rustix::process::setsid()?;
     set_no_new_privs(true)?;
     let none = CapabilitySet::empty();
     Ok(set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })?)

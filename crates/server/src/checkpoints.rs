@@ -115,11 +115,11 @@ pub(crate) struct Checkpoints {
 /// What is stored of a capture: its data, and the digest of its image.
 type Data = (SavedFiles, ImageDigest);
 
-/// A capture that is being made, while what there is of it is stored already. Once it is dropped, nothing more is.
+/// A capture that is being made, while what there is of it is stored already. Once it is dropped there will be none, and what was stored is withdrawn, in the background.
 pub(crate) struct Capturing {
     dir: tempfile::TempDir,
     growth: watch::Sender<Growth>,
-    stored: AbortOnDropHandle<Result<Data, Error>>,
+    stored: JoinHandle<Result<Data, Error>>,
 }
 
 impl Capturing {
@@ -130,12 +130,6 @@ impl Capturing {
     /// So much is there of what is large.
     pub(crate) fn written(&self, bytes: u64) {
         self.growth.send_modify(|growth| growth.bytes = bytes);
-    }
-
-    /// There will be no capture: what was stored is withdrawn, in the background.
-    pub(crate) fn give_up(self) {
-        drop(self.growth);
-        drop(self.stored.detach());
     }
 }
 
@@ -250,7 +244,7 @@ impl Checkpoints {
             let parents: Vec<&Manifest> = parent.iter().collect();
             Ok((checkpoints.saver.save_growing(tenant, &first, grows, &parents).await?, digest))
         });
-        Ok(Capturing { dir, growth, stored: AbortOnDropHandle::new(stored) })
+        Ok(Capturing { dir, growth, stored })
     }
 
     /// What was captured, with what the next server has to know of it.
@@ -279,7 +273,7 @@ impl Checkpoints {
         let Capturing { dir, growth, stored } = capturing;
         // Whoever stores it has it, or has failed and says so.
         growth.send_modify(|growth| growth.files = Some(files));
-        Ok(Capture { stored: Some(stored), ..self.capture(dir, record, automatic, after, parent) })
+        Ok(Capture { stored: Some(AbortOnDropHandle::new(stored)), ..self.capture(dir, record, automatic, after, parent) })
     }
 
     /// Makes a capture durable. Nothing counts yet. What is left to be done on the volume is done meanwhile, by the task that it returns.

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use tokio::{net::TcpStream, sync::oneshot, task::JoinHandle, time::timeout};
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 #[derive(Debug, Clone)]
 enum Step {

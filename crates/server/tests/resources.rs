@@ -32,7 +32,7 @@ use tokio_tungstenite::{
 };
 
 const MANY: usize = Semaphore::MAX_PERMITS / 2;
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(120);
 const ALICE: &str = "alice:key-of-alice-0123456789abcdef";
 const BOB: &str = "bob:key-of-bob-0123456789abcdef00";
 

@@ -18,7 +18,7 @@ use tokio::{
 };
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 const IMAGE: &[u8] = b"an image that the fake never looks at";
 
 /// A server with a volume, on a runtime that outlives it.

@@ -19,6 +19,7 @@ mod turn;
 mod usage;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -139,7 +140,7 @@ struct Seen {
     lists: BTreeMap<Nonce, Moment>,
     tombstones: BTreeMap<SandboxId, Moment>,
     /// Lists that have no name yet, or never got one.
-    staged_lists: BTreeMap<std::path::PathBuf, Moment>,
+    staged_lists: BTreeMap<PathBuf, Moment>,
     /// Who had collected last when this one looked; none: it has not looked.
     turn: Option<Option<Nonce>>,
 }
@@ -149,7 +150,7 @@ struct Plan {
     scan: Scan,
     /// Packs that nothing needs, with their bytes.
     idle: BTreeMap<(Tenant, PackId), u64>,
-    staged: BTreeMap<std::path::PathBuf, u64>,
+    staged: BTreeMap<PathBuf, u64>,
     /// Sandboxes in the lists of their tenants, before the scan.
     kept: BTreeSet<(Tenant, KeptName)>,
 }
@@ -268,9 +269,7 @@ impl Collector {
         }
         self.forget_the_gone(&plan.kept, &scan).await;
         self.remove_ended(&scan, &mut done).await?;
-        let staged = self.volume.staged().await?;
-        self.see_staged_lists(&staged);
-        for (path, bytes) in staged.into_iter().filter(|(path, _)| plan.staged.contains_key(path) && self.is_abandoned(path)) {
+        for (path, bytes) in self.volume.staged().await?.into_iter().filter(|(path, _)| plan.staged.contains_key(path)) {
             self.volume.remove_staged(path).await?;
             done.staged += 1;
             done.staged_bytes += bytes;
@@ -281,23 +280,21 @@ impl Collector {
         Ok((done, no_room))
     }
 
-    /// Collectors do not wait for each other: a list that another has not named yet is left to it for as long as one that it has.
-    fn see_staged_lists(&self, staged: &BTreeMap<std::path::PathBuf, u64>) {
+    /// What writers have not named yet. Collectors do not wait for each other: a list that another has not named yet is left to it for as long as one that it has.
+    async fn staged(&self) -> Result<BTreeMap<PathBuf, u64>> {
+        let mut staged = self.volume.staged().await?;
         let now = self.clock.now();
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.staged_lists.retain(|path, _| staged.contains_key(path));
-        for path in staged.keys().filter(|path| path.parent().is_some_and(|dir| dir.ends_with("collect/condemned"))) {
-            seen.staged_lists.entry(path.clone()).or_insert(now);
-        }
-    }
-
-    fn is_abandoned(&self, path: &std::path::Path) -> bool {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.staged_lists.get(path).is_none_or(|since| self.clock.now().since(*since) >= self.terms.longest_save * 2)
+        staged.retain(|path, _| {
+            let is_list = path.parent().is_some_and(|dir| dir.ends_with("collect/condemned"));
+            !is_list || now.since(*seen.staged_lists.entry(path.clone()).or_insert(now)) >= self.terms.longest_save * 2
+        });
+        Ok(staged)
     }
 
     async fn first_scan(&self) -> Result<Plan> {
-        let staged = self.volume.staged().await?;
+        let staged = self.staged().await?;
         // Before the records: each of them had one then.
         let kept = self.volume.all_kept().await?;
         // The packs first: a manifest that comes later may only need what is there by then.
@@ -406,7 +403,7 @@ impl Collector {
             let since = *self.seen.lock().unwrap_or_else(PoisonError::into_inner).tombstones.entry(ended.id).or_insert(now);
             // Its directory may have been listed before it had one: what is there then is removed by the next collection, which needs the tombstone for that.
             if now.since(since) >= remember
-                && self.volume.checkpoints(ended.id).await?.is_empty()
+                && self.volume.checkpoints(ended.id).await.is_ok_and(|there| there.is_empty())
                 && self.records.remove(ended.id, &ended.tombstone).await.is_ok()
             {
                 done.tombstones += 1;

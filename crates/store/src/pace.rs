@@ -6,15 +6,11 @@
 
 use std::{
     fmt,
-    fs::{self, OpenOptions},
     io::{self, Write as _},
-    os::unix::fs::OpenOptionsExt as _,
     path::Path,
     thread,
     time::{Duration, Instant},
 };
-
-use uuid::Uuid;
 
 use crate::{chunker, workers};
 
@@ -108,10 +104,8 @@ fn sample() -> Vec<u8> {
 }
 
 fn write(volume: &Path, pieces: &[&[u8]]) -> io::Result<()> {
-    let path = volume.join(format!(".pace-{}", Uuid::new_v4().simple()));
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-    // It goes with this process, whatever becomes of it.
-    fs::remove_file(&path)?;
+    // Without a name, where that can be: nobody else sees it, and it goes with this process, whatever becomes of that.
+    let mut file = tempfile::tempfile_in(volume)?;
     let mut hashes = [0; 32];
     for piece in pieces {
         hashes = *blake3::hash(piece).as_bytes();
@@ -123,6 +117,8 @@ fn write(volume: &Path, pieces: &[&[u8]]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

@@ -1,7 +1,7 @@
 //! Saving files: cut, hashed, compressed on a bounded number of threads, and only what is not known written, in packs.
 //!
 //! ```text
-//! workers (blocking threads)                          the caller's task
+//! workers (threads of their own)                      the caller's task
 //! take the next MiB of the files under a lock (of one that is still written: when it is there)
 //! hash each chunk ── known ─────────────────────────┐
 //!   └─ new: compress                                 │
@@ -21,13 +21,14 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use object_store::{ObjectStoreExt, PutMode};
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
-use self::job::{Files, Hints, Job, Pack, Piece};
+use self::job::{BATCH, Files, Hints, Job, Pack, Piece};
 use crate::collect::{Condemned, Intent, Writer};
 use crate::contract::{About, Contract};
 use crate::error::{Error, Fault, Result};
@@ -112,6 +113,8 @@ pub struct Saver {
     workers: usize,
     pack_bytes: usize,
     turns: Arc<Semaphore>,
+    /// Of those who have a turn, one alone may wait for what it saves to be written.
+    growing: Arc<Semaphore>,
     memory: Arc<Semaphore>,
     /// As many as there is room for.
     packs: usize,
@@ -128,6 +131,7 @@ impl Saver {
             workers: crate::workers(),
             pack_bytes: pack::TARGET_BYTES,
             turns: Arc::new(Semaphore::new(SAVES_AT_ONCE)),
+            growing: Arc::new(Semaphore::new(1)),
             memory: Arc::new(Semaphore::new(packs)),
             packs,
             writer: Writer::default(),
@@ -177,7 +181,8 @@ impl Saver {
         self.save_from(tenant, Input::Growing { first, growth }, parents).await
     }
 
-    async fn save_from(&self, tenant: Tenant, from: Input<'_>, parents: &[&Manifest]) -> Result<Saved> {
+    async fn save_from(&self, tenant: Tenant, mut from: Input<'_>, parents: &[&Manifest]) -> Result<Saved> {
+        let _growing = from.begun(&self.growing).await?;
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
         // Before anything is looked at that it did not write.
@@ -289,7 +294,7 @@ impl Saver {
         let workers: Vec<_> = (0..self.workers)
             .map(|_| {
                 let (job, full) = (Arc::clone(&job), full.clone());
-                tokio::task::spawn_blocking(move || job.work(&full).inspect_err(|_| job.stop()))
+                on_its_own(move || job.work(&full).inspect_err(|_| job.stop()))
             })
             .collect();
         drop(full);
@@ -309,7 +314,7 @@ impl Saver {
         }
         let mut worked = Ok(());
         for worker in workers {
-            match worker.await.map_err(|_| Error::Interrupted).flatten() {
+            match worker.await {
                 // Another's error made it stop.
                 Err(Error::Interrupted) if worked.is_err() => {}
                 Err(error) => worked = Err(error),
@@ -360,6 +365,23 @@ impl Input<'_> {
         match self {
             Self::Written(sources) => Files::new(sources),
             Self::Growing { first, growth } => Files::growing(first, growth.clone()),
+        }
+    }
+
+    /// Waits until there is something to read: without a turn, since how long that takes is not ours to say. Of those that are still being written one may be read; the others when they are
+    /// whole.
+    async fn begun(&mut self, growing: &Arc<Semaphore>) -> Result<Option<OwnedSemaphorePermit>> {
+        let Self::Growing { growth, .. } = self else { return Ok(None) };
+        let mut grows = growth.clone();
+        let first = async {
+            let place = Arc::clone(growing).acquire_owned().await.map_err(|_| Error::Interrupted)?;
+            grows.wait_for(|growth| growth.bytes >= BATCH as u64).await.map_err(|_| Error::Interrupted)?;
+            Ok(Some(place))
+        };
+        tokio::select! {
+            biased;
+            whole = growth.wait_for(|growth| growth.files.is_some()) => whole.map(|_| None).map_err(|_| Error::Interrupted),
+            first = first => first,
         }
     }
 
@@ -479,6 +501,20 @@ impl Saved {
             let pack = self.packs[chunk.pack as usize].id;
             (chunk.hash, Place { pack, offset: chunk.offset, stored: chunk.stored, raw: chunk.raw, codec: chunk.codec })
         })
+    }
+}
+
+/// Begins this on a thread of its own, of which there are [`SAVES_AT_ONCE`] times as many as workers. It waits for what is written meanwhile: on the threads that everybody's files are
+/// read and written by, it could wait for one that itself keeps from being done.
+fn on_its_own(work: impl FnOnce() -> Result<()> + Send + 'static) -> impl Future<Output = Result<()>> {
+    let (tell, told) = oneshot::channel();
+    let began = thread::Builder::new().name("save".into()).spawn(move || {
+        // Nobody may want to know any more.
+        let _ = tell.send(work());
+    });
+    async {
+        began.map_err(|source| Error::Local { verb: "start", path: "a thread".into(), source })?;
+        told.await.map_err(|_| Error::Interrupted)?
     }
 }
 

@@ -240,7 +240,8 @@ async fn what_a_writer_relies_on_is_kept_until_it_is_done() {
     here.kill(id).await;
     let collecting = tokio::spawn({
         let here = Arc::clone(&here);
-        async move { here.collect().await }
+        // However long the disk takes for the writer's intent.
+        async move { here.patient_collector("c", Duration::from_secs(60)).collect().await.unwrap() }
     });
     // The list is there: the collector waits for the writer.
     while here.below("collect/condemned").is_empty() {
@@ -315,10 +316,16 @@ async fn a_collection_that_was_cut_off_is_gone_on_with() {
         let _ = tokio::time::timeout(Duration::from_micros(600 * round), here.collector("dies").collect()).await;
     }
     // What was asked for may still be under way.
-    tokio::time::sleep(Duration::from_millis(50)).await;
-    here.collect().await;
-    here.collect().await;
-    assert!(here.below("collect/condemned").is_empty() && here.below("collect/intents").is_empty());
+    let gone = async {
+        loop {
+            here.collect().await;
+            if here.below("collect/condemned").is_empty() && here.below("collect/intents").is_empty() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), gone).await.expect("something of them is left");
     for manifest in &kept {
         assert!(here.is_whole(manifest).await);
     }
@@ -485,6 +492,26 @@ async fn what_writers_left_half_done_goes() {
     let done = here.collect().await;
     assert_eq!((done.staged, done.staged_bytes), (1, 4));
     assert!(here.below("packs").is_empty());
+}
+
+#[tokio::test]
+async fn a_list_that_a_collector_has_not_named_yet_is_its_own_for_as_long_as_one_that_it_has() {
+    let here = Here::new();
+    here.create().await;
+    let dir = here.root.path().join("collect/condemned");
+    fs::create_dir_all(&dir).unwrap();
+    let list = dir.join("half-written#42");
+    fs::write(&list, b"half").unwrap();
+    // Whoever collects once does not know how long it has been there.
+    assert_eq!((here.collect().await.staged, list.exists()), (0, true));
+    let collector = here.patient_collector("patient", Duration::from_secs(600));
+    for _ in 0..2 {
+        assert_eq!((collector.collect().await.unwrap().staged, list.exists()), (0, true));
+    }
+    let collector = here.collector("hasty");
+    assert_eq!(collector.collect().await.unwrap().staged, 0);
+    tokio::time::sleep(2 * LONGEST).await;
+    assert_eq!((collector.collect().await.unwrap().staged, list.exists()), (1, false));
 }
 
 #[tokio::test]

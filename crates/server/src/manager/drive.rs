@@ -71,6 +71,9 @@ impl Manager {
             age,
             max_lifetime: self.settings.max_lifetime,
             on_end: Box::new(move |outcome| {
+                // Nothing of it runs here any more, and whoever is told so may make another.
+                drop(slot);
+                manager.pool.look();
                 if outcome.is_kept_elsewhere() {
                     return;
                 }
@@ -111,8 +114,6 @@ impl Manager {
             if matches!(outcome, Outcome::LeftRunning) || outcome.is_kept_elsewhere() {
                 manager.forget(id, None);
             }
-            drop(slot);
-            manager.pool.look();
             gone.cancel();
         };
         self.drivers.spawn(drive.instrument(info_span!(parent: None, "sandbox", %id)));

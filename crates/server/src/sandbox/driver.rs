@@ -255,7 +255,7 @@ pub(crate) struct Start {
     pub(crate) egress: Option<Egress>,
 }
 
-pub(crate) type OnEnd = Box<dyn Fn(&Outcome) + Send + Sync>;
+pub(crate) type OnEnd = Box<dyn FnOnce(&Outcome) + Send + Sync>;
 
 enum Event {
     Frame(Result<FromAgentFrame, LinkError>),

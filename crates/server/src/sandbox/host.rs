@@ -188,10 +188,7 @@ impl SandboxHost {
             // Nobody waits for it to go on, so what is there can be stored while gVisor still writes.
             let capturing = self.checkpoints.begin(into, record, parent).map_err(|error| error.whole())?;
             let written = |bytes| capturing.written(bytes);
-            if let Err(error) = self.runtime.checkpoint(container, &dir, capturing.dir(), after, Some(&written)).await {
-                capturing.give_up();
-                return Err(error.to_string());
-            }
+            self.runtime.checkpoint(container, &dir, capturing.dir(), after, Some(&written)).await.map_err(|error| error.to_string())?;
             return self.checkpoints.captured(capturing, record, automatic, after, parent).map_err(|error| error.whole());
         }
         let begun = Instant::now();

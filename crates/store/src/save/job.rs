@@ -22,7 +22,7 @@ use crate::pack::{self, Encoder};
 use crate::save::{Growth, Source};
 
 /// What a worker takes at once: several of the longest chunks.
-const BATCH: usize = 1 << 20;
+pub(super) const BATCH: usize = 1 << 20;
 
 /// A chunk of a file, and where it lies; nowhere if it is zeros.
 #[derive(Debug, Clone, Copy)]

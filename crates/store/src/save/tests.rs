@@ -1,4 +1,5 @@
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -253,30 +254,33 @@ fn the_work_can_be_given_to_a_task() {
 /// What somebody writes while it is saved, and how far that has come.
 fn growing(here: &Here, name: &str) -> (Source, fs::File, watch::Sender<Growth>) {
     let source = here.source(name, &[]);
-    let file = fs::File::options().append(true).open(&source.path).unwrap();
+    let file = fs::File::options().write(true).open(&source.path).unwrap();
     (source, file, watch::Sender::new(Growth::default()))
+}
+
+async fn until_some_is_stored(here: &Here) {
+    let stored = async {
+        while here.volume.packs(Tenant::open()).await.unwrap().is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), stored).await.expect("it is stored before all of it is there");
 }
 
 #[tokio::test]
 async fn a_file_is_stored_while_it_is_written_and_comes_back_as_it_was_in_the_end() {
-    use std::io::Write as _;
     let here = Here::new();
-    let (first, mut file, growth) = growing(&here, "pages");
+    let (first, file, growth) = growing(&here, "pages");
     let data = memory(9 << 20, 1);
     let saver = here.saver().with_pack_bytes(1 << 20);
     let (by, of, grows) = (saver.clone(), first.clone(), growth.subscribe());
     let saving = tokio::spawn(async move { by.save_growing(Tenant::open(), &of, grows, &[]).await });
     // What is beyond what is told of is not there yet, whatever the file holds.
-    file.write_all(&data[..5 << 20]).unwrap();
-    file.write_all(&vec![0xEE; 1 << 20]).unwrap();
+    file.write_all_at(&data[..5 << 20], 0).unwrap();
+    file.write_all_at(&vec![0xEE; 1 << 20], 5 << 20).unwrap();
     growth.send_modify(|growth| growth.bytes = 5 << 20);
-    let written = async {
-        while here.volume.packs(Tenant::open()).await.unwrap().is_empty() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(60), written).await.expect("it is stored before all of it is there");
-    fs::write(&first.path, &data).unwrap();
+    until_some_is_stored(&here).await;
+    file.write_all_at(&data[5 << 20..], 5 << 20).unwrap();
     let small = here.source("small", b"small");
     growth.send_modify(|growth| growth.files = Some(vec![first.clone(), small.clone()]));
     let saved = saving.await.unwrap().unwrap();
@@ -284,27 +288,23 @@ async fn a_file_is_stored_while_it_is_written_and_comes_back_as_it_was_in_the_en
     let at_once = here.saver().save(Tenant::open(), &[first, small], &[]).await.unwrap();
     assert_eq!(saved.files, at_once.files);
     let manifest = here.volume.prepare(&saved, example(SandboxId::random()), None).await.unwrap().manifest;
-    let into = here.local.path().join("into");
-    here.loader().load(&Arc::new(manifest), &into, u64::MAX).await.unwrap();
-    assert!(fs::read(into.join("pages")).unwrap() == data);
-    assert_eq!(fs::read(into.join("small")).unwrap(), b"small");
+    let files = loaded(&here, &manifest).await;
+    assert!(files[0] == data);
+    assert_eq!(files[1], b"small");
     saved.finish().await;
     at_once.finish().await;
 }
 
 #[tokio::test]
 async fn what_was_stored_of_a_file_that_nobody_finishes_is_withdrawn() {
-    use std::io::Write as _;
     let here = Here::new();
-    let (first, mut file, growth) = growing(&here, "pages");
-    file.write_all(&memory(4 << 20, 2)).unwrap();
+    let (first, file, growth) = growing(&here, "pages");
+    file.write_all_at(&memory(4 << 20, 2), 0).unwrap();
     growth.send_modify(|growth| growth.bytes = 4 << 20);
     let grows = growth.subscribe();
     let saver = here.saver().with_pack_bytes(1 << 20);
     let saving = tokio::spawn(async move { saver.save_growing(Tenant::open(), &first, grows, &[]).await });
-    while here.volume.packs(Tenant::open()).await.unwrap().is_empty() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    until_some_is_stored(&here).await;
     drop(growth);
     let failed = tokio::time::timeout(Duration::from_secs(60), saving).await.unwrap().unwrap();
     assert!(matches!(failed, Err(Error::Interrupted)), "{failed:?}");
@@ -319,4 +319,46 @@ async fn one_file_may_be_all_that_there_is_and_another_than_was_expected() {
     let saved = here.saver().save_growing(Tenant::open(), &expected, growth.subscribe(), &[]).await.unwrap();
     assert_eq!((saved.files.len(), saved.files[0].name.as_str()), (1, "all"));
     saved.finish().await;
+}
+
+#[tokio::test]
+async fn others_are_saved_while_somebody_takes_forever_to_write() {
+    let here = Here::new();
+    let saver = here.saver().with_pack_bytes(1 << 20);
+    // More than there are turns; of one there is something to read, of the others nothing.
+    let mut slow = Vec::new();
+    for number in 0..4 {
+        let (first, file, growth) = growing(&here, &format!("slow_{number}"));
+        file.write_all_at(&memory(2 << 20, number), 0).unwrap();
+        growth.send_modify(|growth| growth.bytes = if number == 0 { 2 << 20 } else { 0 });
+        let (by, of, grows) = (saver.clone(), first.clone(), growth.subscribe());
+        let saving = tokio::spawn(async move { by.save_growing(Tenant::open(), &of, grows, &[]).await });
+        slow.push((first, growth, saving));
+    }
+    let other = here.source("other", &memory(3 << 20, 9));
+    let saved = tokio::time::timeout(Duration::from_secs(60), saver.save(Tenant::open(), &[other], &[])).await;
+    saved.expect("it does not wait for them").unwrap().finish().await;
+    // Each is whole in the end, whether it was read before or not.
+    for (first, growth, saving) in slow.into_iter().rev() {
+        growth.send_modify(|growth| growth.files = Some(vec![first]));
+        let saved = tokio::time::timeout(Duration::from_secs(60), saving).await.expect("it is written").unwrap().unwrap();
+        assert_eq!(saved.stats.raw_bytes, 2 << 20);
+        saved.finish().await;
+    }
+}
+
+/// What is read and written by the threads for files must not wait for those who save.
+#[test]
+fn saves_need_no_thread_of_those_that_files_are_written_by() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(1).build().unwrap();
+    runtime.block_on(async {
+        let here = Here::new();
+        let saver = here.saver().with_pack_bytes(1 << 20);
+        let sources = [1, 2].map(|number| here.source(&format!("file_{number}"), &memory(8 << 20, number)));
+        let saves = sources.each_ref().map(|source| saver.save(Tenant::open(), std::slice::from_ref(source), &[]));
+        let saves = futures_util::future::join_all(saves);
+        for saved in tokio::time::timeout(Duration::from_secs(60), saves).await.expect("they do not wait for each other") {
+            saved.unwrap().finish().await;
+        }
+    });
 }
