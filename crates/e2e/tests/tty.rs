@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use sandboxer_e2e::{Ws, shared};
+use std::time::Duration;
+
+use sandboxer_e2e::{Outcome, Ws, shared};
 use serde_json::{Value, json};
 
 fn terminal(language: &str, code: &str) -> Value {
@@ -40,21 +42,27 @@ while True: signal.pause()
     assert_eq!(ws.until_done().await.ok(), "now 50 132\r\n");
 }
 
+/// How a program ends that is interrupted from its terminal as soon as it is ready. It has three tries: on a busy machine gVisor now and then does not tell a program of a signal
+/// (docs/design/2026-11-18-a-signal-that-is-not-told.md).
+async fn interrupted(language: &str, code: &str) -> Outcome {
+    for _ in 0..3 {
+        let mut ws = Ws::create(shared()).await;
+        ws.start(terminal(language, code)).await;
+        ws.until_output("stdout", "ready\r\n").await;
+        ws.send(json!({"event": "stdin", "data": "\u{3}"})).await;
+        if let Ok(outcome) = tokio::time::timeout(Duration::from_secs(20), ws.until_done()).await {
+            return outcome;
+        }
+    }
+    panic!("{language} is not interrupted");
+}
+
 #[tokio::test]
 async fn control_c_interrupts_the_foreground_program() {
-    let mut ws = Ws::create(shared()).await;
-    ws.start(terminal("bash", "echo ready; sleep 1000")).await;
-    ws.until_output("stdout", "ready\r\n").await;
-    ws.send(json!({"event": "stdin", "data": "\u{3}"})).await;
-    let outcome = ws.until_done().await;
+    let outcome = interrupted("bash", "echo ready; sleep 1000").await;
     assert!(outcome.signal() == Some("SIGINT") || outcome.exit_code() == Some(130), "{}", outcome.done);
-
-    // Python notices it between two steps of its own: one that comes just before it sleeps is noticed when it has slept.
-    let code = "import time\ntry:\n    print('ready')\n    while True: time.sleep(0.1)\nexcept KeyboardInterrupt: print('interrupted')";
-    ws.start(terminal("python", code)).await;
-    ws.until_output("stdout", "ready\r\n").await;
-    ws.send(json!({"event": "stdin", "data": "\u{3}"})).await;
-    assert!(ws.until_done().await.ok().contains("interrupted\r\n"));
+    let code = "import time\ntry:\n    print('ready'); time.sleep(1000)\nexcept KeyboardInterrupt: print('interrupted')";
+    assert!(interrupted("python", code).await.ok().contains("interrupted\r\n"));
 }
 
 /// As on every terminal: what was typed before the key and nobody has read is forgotten.
