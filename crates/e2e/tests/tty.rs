@@ -44,14 +44,14 @@ while True: signal.pause()
 
 /// How a program ends that is interrupted from its terminal as soon as it is ready. It has three tries: on a busy machine gVisor now and then does not tell a program of a signal
 /// (docs/design/2026-11-18-a-signal-that-is-not-told.md).
-async fn interrupted(language: &str, code: &str) -> Outcome {
+async fn interrupted(language: &str, code: &str) -> (Ws, Outcome) {
     for _ in 0..3 {
         let mut ws = Ws::create(shared()).await;
         ws.start(terminal(language, code)).await;
         ws.until_output("stdout", "ready\r\n").await;
         ws.send(json!({"event": "stdin", "data": "\u{3}"})).await;
         if let Ok(outcome) = tokio::time::timeout(Duration::from_secs(20), ws.until_done()).await {
-            return outcome;
+            return (ws, outcome);
         }
     }
     panic!("{language} is not interrupted");
@@ -59,10 +59,11 @@ async fn interrupted(language: &str, code: &str) -> Outcome {
 
 #[tokio::test]
 async fn control_c_interrupts_the_foreground_program() {
-    let outcome = interrupted("bash", "echo ready; sleep 1000").await;
+    let (mut ws, outcome) = interrupted("bash", "echo ready; sleep 1000").await;
     assert!(outcome.signal() == Some("SIGINT") || outcome.exit_code() == Some(130), "{}", outcome.done);
     let code = "import time\ntry:\n    print('ready'); time.sleep(1000)\nexcept KeyboardInterrupt: print('interrupted')";
-    assert!(interrupted("python", code).await.ok().contains("interrupted\r\n"));
+    assert!(interrupted("python", code).await.1.ok().contains("interrupted\r\n"));
+    ws.expect_alive().await;
 }
 
 /// As on every terminal: what was typed before the key and nobody has read is forgotten.

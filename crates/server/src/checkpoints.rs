@@ -14,7 +14,7 @@ mod state;
 
 use std::{
     collections::BTreeMap,
-    fs, io,
+    fs, future, io,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -240,7 +240,16 @@ impl Checkpoints {
         let (checkpoints, id, tenant, image) = (Arc::clone(self), record.id, tenant(record.owner.as_deref()), record.image.clone());
         let first = source(dir.path(), PAGES)?;
         let stored = self.tasks.spawn(async move {
-            let (digest, parent) = checkpoints.before(id, &image, parent).await?;
+            let mut told = grows.clone();
+            let given_up = async {
+                if told.wait_for(|growth| growth.files.is_some()).await.is_ok() {
+                    future::pending::<()>().await;
+                }
+            };
+            let (digest, parent) = tokio::select! {
+                before = checkpoints.before(id, &image, parent) => before?,
+                () = given_up => return Err(Error::Interrupted),
+            };
             let parents: Vec<&Manifest> = parent.iter().collect();
             Ok((checkpoints.saver.save_growing(tenant, &first, grows, &parents).await?, digest))
         });

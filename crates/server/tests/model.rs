@@ -83,7 +83,8 @@ fn step() -> impl Strategy<Value = Step> {
 #[test]
 fn every_byte_arrives_once_whatever_happens_in_between() {
     let cases = if std::env::var_os("SANDBOXER_SOAK").is_some() { 2000 } else { 60 };
-    let config = Config { cases, rng_seed: RngSeed::Fixed(0x5a5a), failure_persistence: None, ..Config::default() };
+    let config =
+        Config { cases, rng_seed: RngSeed::Fixed(0x5a5a), failure_persistence: None, max_shrink_time: 300_000, ..Config::default() };
     proptest!(config, |(steps in proptest::collection::vec(step(), 1..25))| {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {

@@ -178,11 +178,11 @@ impl Saver {
         growth: watch::Receiver<Growth>,
         parents: &[&Manifest],
     ) -> Result<Saved> {
-        self.save_from(tenant, Input::Growing { first, growth }, parents).await
+        self.save_from(tenant, Input::Growing { first, growth, place: None }, parents).await
     }
 
     async fn save_from(&self, tenant: Tenant, mut from: Input<'_>, parents: &[&Manifest]) -> Result<Saved> {
-        let _growing = from.begun(&self.growing).await?;
+        from.begun(&self.growing).await?;
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
         // Before anything is looked at that it did not write.
@@ -251,7 +251,7 @@ impl Saver {
     async fn save_new(
         &self,
         tenant: Tenant,
-        from: Input<'_>,
+        mut from: Input<'_>,
         known: HashMap<ChunkHash, Place>,
         condemned: &Arc<Condemned>,
         written: &mut HashMap<PackId, u64>,
@@ -291,12 +291,16 @@ impl Saver {
         let job = Arc::new(Job::new(tenant, files, known, Arc::clone(&self.memory), self.pack_bytes));
         let stop = StopOnDrop(&job);
         let (full, packs) = mpsc::channel(self.packs);
-        let workers: Vec<_> = (0..self.workers)
-            .map(|_| {
-                let (job, full) = (Arc::clone(&job), full.clone());
-                on_its_own(move || job.work(&full).inspect_err(|_| job.stop()))
-            })
-            .collect();
+        let mut workers = Vec::new();
+        for _ in 0..self.workers {
+            let (job, full) = (Arc::clone(&job), full.clone());
+            match on_its_own(move || job.work(&full).inspect_err(|_| job.stop())) {
+                Ok(worker) => workers.push(worker),
+                // Fewer take longer.
+                Err(_) if !workers.is_empty() => break,
+                Err(error) => return Err(error),
+            }
+        }
         drop(full);
         let uploads = stream::unfold(packs, |mut packs| async move { Some((packs.recv().await?, packs)) });
         let uploader = self.clone();
@@ -314,7 +318,7 @@ impl Saver {
         }
         let mut worked = Ok(());
         for worker in workers {
-            match worker.await {
+            match worker.await.map_err(|_| Error::Interrupted).flatten() {
                 // Another's error made it stop.
                 Err(Error::Interrupted) if worked.is_err() => {}
                 Err(error) => worked = Err(error),
@@ -357,32 +361,39 @@ impl Saver {
 /// What a save reads.
 enum Input<'a> {
     Written(&'a [Source]),
-    Growing { first: &'a Source, growth: watch::Receiver<Growth> },
+    Growing {
+        first: &'a Source,
+        growth: watch::Receiver<Growth>,
+        /// Held until they are whole.
+        place: Option<OwnedSemaphorePermit>,
+    },
 }
 
 impl Input<'_> {
-    fn files(&self) -> Files {
+    fn files(&mut self) -> Files {
         match self {
             Self::Written(sources) => Files::new(sources),
-            Self::Growing { first, growth } => Files::growing(first, growth.clone()),
+            Self::Growing { first, growth, place } => Files::growing(first, growth.clone(), place.take()),
         }
     }
 
     /// Waits until there is something to read: without a turn, since how long that takes is not ours to say. Of those that are still being written one may be read; the others when they are
     /// whole.
-    async fn begun(&mut self, growing: &Arc<Semaphore>) -> Result<Option<OwnedSemaphorePermit>> {
-        let Self::Growing { growth, .. } = self else { return Ok(None) };
+    async fn begun(&mut self, growing: &Arc<Semaphore>) -> Result<()> {
+        let Self::Growing { growth, place, .. } = self else { return Ok(()) };
         let mut grows = growth.clone();
         let first = async {
             let place = Arc::clone(growing).acquire_owned().await.map_err(|_| Error::Interrupted)?;
-            grows.wait_for(|growth| growth.bytes >= BATCH as u64).await.map_err(|_| Error::Interrupted)?;
-            Ok(Some(place))
+            let there = |growth: &Growth| growth.files.is_some() || growth.bytes >= BATCH as u64;
+            let whole = grows.wait_for(there).await.map_err(|_| Error::Interrupted)?.files.is_some();
+            Ok((!whole).then_some(place))
         };
-        tokio::select! {
+        *place = tokio::select! {
             biased;
             whole = growth.wait_for(|growth| growth.files.is_some()) => whole.map(|_| None).map_err(|_| Error::Interrupted),
             first = first => first,
-        }
+        }?;
+        Ok(())
     }
 
     /// When they have been read.
@@ -506,16 +517,13 @@ impl Saved {
 
 /// Begins this on a thread of its own, of which there are [`SAVES_AT_ONCE`] times as many as workers. It waits for what is written meanwhile: on the threads that everybody's files are
 /// read and written by, it could wait for one that itself keeps from being done.
-fn on_its_own(work: impl FnOnce() -> Result<()> + Send + 'static) -> impl Future<Output = Result<()>> {
+fn on_its_own(work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<oneshot::Receiver<Result<()>>> {
     let (tell, told) = oneshot::channel();
     let began = thread::Builder::new().name("save".into()).spawn(move || {
         // Nobody may want to know any more.
         let _ = tell.send(work());
     });
-    async {
-        began.map_err(|source| Error::Local { verb: "start", path: "a thread".into(), source })?;
-        told.await.map_err(|_| Error::Interrupted)?
-    }
+    began.map(|_| told).map_err(|source| Error::Local { verb: "start", path: "a thread".into(), source })
 }
 
 struct StopOnDrop<'a>(&'a Job);

@@ -15,7 +15,7 @@ use crate::{
     network::Egress,
     obituaries::Obituary,
     sandbox::{
-        driver::{Driver, Ending, Outcome, Start},
+        driver::{Driver, Outcome, Start},
         farewell::obituary,
         files::{Keeps, OnMade},
         last_use::LastUse,
@@ -70,8 +70,12 @@ impl Manager {
             execution,
             age,
             max_lifetime: self.settings.max_lifetime,
-            on_end: Box::new(move |outcome| {
-                // Nothing of it runs here any more, and whoever is told so may make another.
+            on_end: Box::new(move |outcome, dir| {
+                // It may come back, to the same directory, as soon as there is room.
+                if let Some(dir) = dir {
+                    remove_dir(dir);
+                }
+                // Before its client is told that it is killed, who may then make another.
                 drop(slot);
                 manager.pool.look();
                 if outcome.is_kept_elsewhere() {
@@ -102,13 +106,10 @@ impl Manager {
         self.metrics.live.inc();
         let manager = Arc::clone(self);
         let drive = async move {
-            let Ending { outcome, removed, dir } = driver.run().await;
+            let outcome = driver.run().await;
             manager.metrics.live.dec();
             if !matches!(outcome, Outcome::LeftRunning) {
                 manager.metrics.ended.inc();
-            }
-            if removed {
-                remove_dir(&dir);
             }
             // Those who come now look on the volume.
             if matches!(outcome, Outcome::LeftRunning) || outcome.is_kept_elsewhere() {

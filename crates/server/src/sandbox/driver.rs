@@ -9,7 +9,7 @@ mod finish;
 mod waits;
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
@@ -157,15 +157,6 @@ impl Outcome {
     }
 }
 
-/// How a driver ended.
-#[derive(Debug)]
-pub(crate) struct Ending {
-    pub(crate) outcome: Outcome,
-    /// Nothing is left of the sandbox, so its directory may go too.
-    pub(crate) removed: bool,
-    pub(crate) dir: PathBuf,
-}
-
 pub(crate) struct Driver {
     pub(super) id: SandboxId,
     pub(super) dir: PathBuf,
@@ -255,7 +246,8 @@ pub(crate) struct Start {
     pub(crate) egress: Option<Egress>,
 }
 
-pub(crate) type OnEnd = Box<dyn FnOnce(&Outcome) + Send + Sync>;
+/// Told with the sandbox's directory if nothing is left of the sandbox, so that that may go too.
+pub(crate) type OnEnd = Box<dyn FnOnce(&Outcome, Option<&Path>) + Send + Sync>;
 
 enum Event {
     Frame(Result<FromAgentFrame, LinkError>),
@@ -354,7 +346,7 @@ impl Driver {
     }
 
     /// Runs until the sandbox is gone or left. When this returns, its processes are too, unless they were left running.
-    pub(crate) async fn run(mut self) -> Ending {
+    pub(crate) async fn run(mut self) -> Outcome {
         self.begin_streams();
         loop {
             self.note_idleness();

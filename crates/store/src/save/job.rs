@@ -255,15 +255,17 @@ pub(super) struct Files {
     /// Of those that grow, the one alone that is read meanwhile, until all of them are there.
     paths: Vec<PathBuf>,
     growth: Option<watch::Receiver<Growth>>,
+    /// Of who is read while it grows.
+    place: Option<OwnedSemaphorePermit>,
 }
 
 impl Files {
     pub(super) fn new(sources: &[Source]) -> Self {
-        Self { paths: sources.iter().map(|source| source.path.clone()).collect(), growth: None }
+        Self { paths: sources.iter().map(|source| source.path.clone()).collect(), growth: None, place: None }
     }
 
-    pub(super) fn growing(first: &Source, growth: watch::Receiver<Growth>) -> Self {
-        Self { growth: Some(growth), ..Self::new(std::slice::from_ref(first)) }
+    pub(super) fn growing(first: &Source, growth: watch::Receiver<Growth>, place: Option<OwnedSemaphorePermit>) -> Self {
+        Self { growth: Some(growth), place, ..Self::new(std::slice::from_ref(first)) }
     }
 
     /// How much can be read of the file that is read now; none: all of it.
@@ -272,7 +274,7 @@ impl Files {
         let Some(all) = &growth.files else { return Some(growth.bytes) };
         self.paths = all.iter().map(|source| source.path.clone()).collect();
         drop(growth);
-        self.growth = None;
+        (self.growth, self.place) = (None, None);
         None
     }
 }

@@ -7,7 +7,7 @@ use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
 use super::{
-    Attachment, Driver, Ending, Outcome,
+    Attachment, Driver, Outcome,
     attached::{Client, Pinged},
 };
 use crate::sandbox::{
@@ -23,7 +23,7 @@ const FAREWELL: Duration = Duration::from_secs(2);
 
 impl Driver {
     /// Says the last words to the client and ends the sandbox, or leaves it.
-    pub(super) async fn finish(mut self, outcome: Outcome) -> Ending {
+    pub(super) async fn finish(mut self, outcome: Outcome) -> Outcome {
         info!(?outcome, "ending");
         for knocking in self.knocking.drain(..) {
             let _ = knocking.reply.send(Attachment::InUse);
@@ -40,7 +40,7 @@ impl Driver {
         }
         if let Outcome::LeftRunning = outcome {
             self.leave(client, farewell::after(&outcome)).await;
-            return Ending { outcome, removed: false, dir: self.dir };
+            return outcome;
         }
         let told = tell(client.as_mut(), farewell::before(&outcome));
         let ((), removed) = tokio::join!(told, self.runtime.remove(self.record.container(), &self.dir));
@@ -52,9 +52,9 @@ impl Driver {
             self.commands.close();
             tell_volume(kept, &self.record, &outcome).await;
         }
-        (self.on_end)(&outcome);
+        (self.on_end)(&outcome, removed.is_ok().then_some(&self.dir));
         tell(client.as_mut(), farewell::after(&outcome)).await;
-        Ending { outcome, removed: removed.is_ok(), dir: self.dir }
+        outcome
     }
 
     /// The sandbox goes on without us. What the client read to its end need not be repeated by the next server.
