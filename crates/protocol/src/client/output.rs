@@ -1,16 +1,15 @@
 //! Messages of output, written without being built first: this is the path that every byte of output takes.
 
-use std::fmt::Write as _;
-
 use base64::{Engine as _, prelude::BASE64_STANDARD};
+use wide::u8x16;
 
 use super::request::Encoding;
 use crate::{ExecutionId, agent::Stream};
 
-/// Looked at together: a few instructions of the processor tell whether any of them must be escaped.
-const CHUNK: usize = 32;
-/// Told apart together, where one of a chunk must.
-const WORD: usize = 8;
+/// Looked at together: a few instructions of the processor tell which of them must be escaped.
+const BLOCK: usize = 32;
+const HALF: usize = BLOCK / 2;
+const HEX: &[u8; 16] = b"0123456789abcdef";
 
 /// A message of output as text.
 #[must_use]
@@ -20,92 +19,92 @@ pub fn encode_output(stream: Stream, encoding: Encoding, data: &[u8], offset: u6
     json
 }
 
-/// Appends a message of output.
+/// Writes a message of output in place of what is in the buffer.
 pub fn put_output(json: &mut String, stream: Stream, encoding: Encoding, data: &[u8], offset: u64, end: u64, id: &ExecutionId) {
+    let mut bytes = std::mem::take(json).into_bytes();
+    bytes.clear();
+    put_message(&mut bytes, stream, encoding, data, offset, end, id);
+    // Whether it is text is asked once, of the whole message: that finds nothing nearly always, and is many times faster than replacing.
+    *json = String::from_utf8(bytes).unwrap_or_else(|not_text| {
+        let mut bytes = not_text.into_bytes();
+        bytes.clear();
+        put_message(&mut bytes, stream, encoding, String::from_utf8_lossy(data).as_bytes(), offset, end, id);
+        String::from_utf8(bytes).unwrap_or_default()
+    });
+}
+
+fn put_message(json: &mut Vec<u8>, stream: Stream, encoding: Encoding, data: &[u8], offset: u64, end: u64, id: &ExecutionId) {
     json.reserve(data.len() + data.len() / 8 + 256);
-    json.push_str(match stream {
-        Stream::Stdout => "{\"event\":\"stdout\",\"data\":",
-        Stream::Stderr => "{\"event\":\"stderr\",\"data\":",
+    json.extend_from_slice(match stream {
+        Stream::Stdout => b"{\"event\":\"stdout\",\"data\":",
+        Stream::Stderr => b"{\"event\":\"stderr\",\"data\":",
     });
     match encoding {
-        // Checking is many times faster than replacing, and nearly always finds nothing to replace.
-        Encoding::Text => match std::str::from_utf8(data) {
-            Ok(text) => put_string(json, text),
-            Err(_) => put_string(json, &String::from_utf8_lossy(data)),
-        },
-        Encoding::Base64 => put_string(json, &BASE64_STANDARD.encode(data)),
+        Encoding::Text => put_string(json, data),
+        Encoding::Base64 => put_string(json, BASE64_STANDARD.encode(data).as_bytes()),
     }
-    // Writing to memory can't fail.
-    let _ = write!(json, ",\"offset\":{offset},\"end\":{end},\"execution_id\":");
-    put_string(json, id.as_str());
+    json.extend_from_slice(format!(",\"offset\":{offset},\"end\":{end},\"execution_id\":").as_bytes());
+    put_string(json, id.as_str().as_bytes());
     if encoding == Encoding::Base64 {
-        json.push_str(",\"encoding\":\"base64\"");
+        json.extend_from_slice(b",\"encoding\":\"base64\"");
     }
-    json.push('}');
+    json.push(b'}');
 }
 
-/// As serde_json does it, byte for byte, several times faster.
-fn put_string(json: &mut String, text: &str) {
-    let bytes = text.as_bytes();
-    json.push('"');
-    let mut written = 0;
-    let mut escape = |json: &mut String, at: usize| {
-        json.push_str(&text[written..at]);
-        put_escaped(json, bytes[at]);
-        written = at + 1;
-    };
-    // Of a length that is known: both loops are several times faster by that.
-    let (chunks, rest) = bytes.as_chunks::<CHUNK>();
-    for (start, chunk) in (0..).step_by(CHUNK).zip(chunks) {
-        if chunk.iter().fold(false, |any, byte| any | must_be_escaped(*byte)) {
-            for (start, word) in (start..).step_by(WORD).zip(chunk.as_chunks::<WORD>().0) {
-                let mut found = escapes_in(*word);
-                while found != 0 {
-                    escape(json, start + found.trailing_zeros() as usize / 8);
-                    found &= found - 1;
-                }
-            }
+/// As serde_json does it, byte for byte, many times faster.
+fn put_string(json: &mut Vec<u8>, mut text: &[u8]) {
+    json.push(b'"');
+    // A block of known length is copied by two instructions, and what was too much of it is taken back.
+    while let Some(block) = text.first_chunk::<BLOCK>() {
+        let found = escapes_in(block);
+        json.extend_from_slice(block);
+        text = if found == 0 {
+            &text[BLOCK..]
+        } else {
+            let clean = found.trailing_zeros() as usize;
+            json.truncate(json.len() - (BLOCK - clean));
+            put_escaped(json, block[clean]);
+            &text[clean + 1..]
+        };
+    }
+    for byte in text {
+        if must_be_escaped(*byte) {
+            put_escaped(json, *byte);
+        } else {
+            json.push(*byte);
         }
     }
-    for (at, _) in (bytes.len() - rest.len()..).zip(rest).filter(|(_, byte)| must_be_escaped(**byte)) {
-        escape(json, at);
-    }
-    json.push_str(&text[written..]);
-    json.push('"');
+    json.push(b'"');
 }
 
-/// The highest bit of each byte that must be escaped; the first byte is the lowest. No sum leaves its byte, so each is told exactly.
-fn escapes_in(word: [u8; WORD]) -> u64 {
-    const LOW: u64 = u64::from_le_bytes([0x7f; WORD]);
-    let word = u64::from_le_bytes(word);
-    let is_not = |byte: u8| {
-        let difference = word ^ u64::from_le_bytes([byte; WORD]);
-        ((difference & LOW) + LOW) | difference
+/// A bit for each byte that must be escaped, the lowest for the first.
+fn escapes_in(block: &[u8; BLOCK]) -> u32 {
+    let in_half = |half: &[u8; HALF]| {
+        let bytes = u8x16::new(*half);
+        let control = bytes.min(u8x16::splat(0x1f)).simd_eq(bytes);
+        (control | bytes.simd_eq(u8x16::splat(b'"')) | bytes.simd_eq(u8x16::splat(b'\\'))).to_bitmask()
     };
-    let at_least_a_space = ((word & LOW) + u64::from_le_bytes([0x80 - 0x20; WORD])) | word;
-    !(at_least_a_space & is_not(b'"') & is_not(b'\\')) & !LOW
+    (0..).step_by(HALF).zip(block.as_chunks::<HALF>().0).fold(0, |all, (at, half)| all | in_half(half) << at)
 }
 
 fn must_be_escaped(byte: u8) -> bool {
     (byte < 0x20) | (byte == b'"') | (byte == b'\\')
 }
 
-fn put_escaped(json: &mut String, byte: u8) {
+fn put_escaped(json: &mut Vec<u8>, byte: u8) {
     let short = match byte {
-        b'\n' => "\\n",
-        b'\t' => "\\t",
-        b'\r' => "\\r",
-        b'"' => "\\\"",
-        b'\\' => "\\\\",
-        0x08 => "\\b",
-        0x0c => "\\f",
+        b'\n' => b'n',
+        b'\t' => b't',
+        b'\r' => b'r',
+        b'"' | b'\\' => byte,
+        0x08 => b'b',
+        0x0c => b'f',
         _ => {
-            // Writing to memory can't fail.
-            let _ = write!(json, "\\u{byte:04x}");
-            return;
+            let [high, low] = [byte >> 4, byte & 0xf].map(|digit| HEX[usize::from(digit)]);
+            return json.extend_from_slice(&[b'\\', b'u', b'0', b'0', high, low]);
         }
     };
-    json.push_str(short);
+    json.extend_from_slice(&[b'\\', short]);
 }
 
 #[cfg(test)]
@@ -134,22 +133,32 @@ mod tests {
     }
 
     fn written(text: &str) -> Vec<u8> {
-        let mut json = String::new();
-        put_string(&mut json, text);
-        json.into_bytes()
+        let mut json = Vec::new();
+        put_string(&mut json, text.as_bytes());
+        json
     }
 
     #[test]
-    fn each_byte_of_a_word_is_told_apart_whatever_is_beside_it() {
+    fn each_byte_of_a_block_is_told_apart_whatever_is_beside_it() {
         for beside in [0, b' ', b'"', b'a', 0x7f, 0x80, 0xff] {
-            for at in 0..WORD {
+            for at in 0..BLOCK {
                 for byte in 0..=0xff {
-                    let mut word = [beside; WORD];
-                    word[at] = byte;
-                    let expected = (0..WORD).filter(|i| must_be_escaped(word[*i])).fold(0, |all, i| all | 0x80 << (8 * i));
-                    assert_eq!(escapes_in(word), expected, "{word:?}");
+                    let mut block = [beside; BLOCK];
+                    block[at] = byte;
+                    let expected = (0..BLOCK).filter(|i| must_be_escaped(block[*i])).fold(0, |all, i| all | 1 << i);
+                    assert_eq!(escapes_in(&block), expected, "{block:?}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_buffer_that_is_used_again_holds_the_last_message_alone() {
+        let (mut json, id) = (String::new(), "e".parse().unwrap());
+        for data in [&b"a line\n"[..], b"a\xffb", b"", &[0xff; 3 * BLOCK]] {
+            put_output(&mut json, Stream::Stdout, Encoding::Text, data, 0, data.len() as u64, &id);
+            let ServerEvent::Stdout(event) = serde_json::from_str(&json).unwrap() else { panic!("{json}") };
+            assert_eq!(event.data, String::from_utf8_lossy(data));
         }
     }
 
@@ -157,6 +166,16 @@ mod tests {
     fn every_character_of_ascii_is_written_as_serde_json_does() {
         let all: String = (0..=0x7f_u8).map(char::from).collect();
         assert_eq!(written(&all), serde_json::to_vec(&all).unwrap());
+    }
+
+    #[test]
+    fn every_character_of_ascii_is_written_so_wherever_in_a_block_it_stands() {
+        for byte in (0..=0x7f_u8).map(char::from) {
+            for at in 0..=2 * BLOCK {
+                let text = format!("{}{byte}{byte}{}", "x".repeat(at), "y".repeat(BLOCK));
+                assert_eq!(written(&text), serde_json::to_vec(&text).unwrap());
+            }
+        }
     }
 
     proptest! {
