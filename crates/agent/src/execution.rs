@@ -122,7 +122,7 @@ impl Execution {
             kill_cause: None,
             end_acknowledged: false,
             busy: false,
-            flow: Flow::new(now),
+            flow: Flow::new(now, sys::pipe_bytes(config.output_window_bytes).unsigned_abs().into()),
         }
     }
 

@@ -1,13 +1,15 @@
 //! When to let output gather before it is read.
 //!
 //! A program that writes much by small writes wakes the agent for each of them, and gVisor makes that dear: both sides spend their time
-//! on waking. Of such a stream the agent reads what has gathered in a while. Whoever writes little is never made to wait: only a stream
-//! that has been faster than [`SLOW_BYTES_PER_MS`] for a time is one.
+//! on waking. Of such a stream the agent reads what has gathered in a while, and the while is the shorter the sooner the program's pipe
+//! is full. Whoever writes little is never made to wait: only a stream that has been faster than [`SLOW_BYTES_PER_MS`] for a time is one.
 
 use std::time::{Duration, Instant};
 
-/// How long output gathers: less than what the pipe of a fast program takes to fill.
-pub const GATHER: Duration = Duration::from_millis(1);
+/// How long output gathers at most: what a program that writes little at once takes to fill most of its pipe.
+pub const MAX_GATHER: Duration = Duration::from_millis(1);
+/// How long at least. Less is not worth being woken up for.
+pub const MIN_GATHER: Duration = Duration::from_micros(125);
 /// What a stream may bring without being one of those.
 const SLOW_BYTES_PER_MS: u64 = 16 * 1024;
 /// What it must have brought beyond that.
@@ -21,12 +23,17 @@ pub struct Flow {
     level: u64,
     at: Instant,
     emptied: bool,
+    /// What the program's pipe holds.
+    pipe_bytes: u64,
+    gather: Duration,
+    /// What was read since it gathered, until it was read empty.
+    gathered: Option<u64>,
 }
 
 impl Flow {
     #[must_use]
-    pub fn new(now: Instant) -> Self {
-        Self { level: 0, at: now, emptied: false }
+    pub fn new(now: Instant, pipe_bytes: u64) -> Self {
+        Self { level: 0, at: now, emptied: false, pipe_bytes, gather: MAX_GATHER, gathered: None }
     }
 
     /// `count` bytes were read; `emptied`: there were no more.
@@ -36,11 +43,31 @@ impl Flow {
         self.level = self.level.saturating_add(count as u64).min(MAX_LEVEL);
         self.at = now;
         self.emptied = emptied;
+        self.gathered = self.gathered.map(|gathered| gathered.saturating_add(count as u64));
+        if let (true, Some(gathered)) = (emptied, self.gathered) {
+            self.gather = self.fitting(gathered);
+            self.gathered = None;
+        }
     }
 
-    /// Whether to let it gather now. Asked once for each time that it was read empty.
-    pub fn should_gather(&mut self) -> bool {
-        std::mem::take(&mut self.emptied) && self.level >= TORRENT_BYTES
+    /// For how long to let it gather now, if at all. Asked once for each time that it was read empty.
+    pub fn should_gather(&mut self) -> Option<Duration> {
+        let gather = std::mem::take(&mut self.emptied) && self.level >= TORRENT_BYTES;
+        gather.then(|| {
+            self.gathered = Some(0);
+            self.gather
+        })
+    }
+
+    /// A program whose pipe was full has waited for the agent; of one that had hardly begun there is more to come.
+    fn fitting(&self, gathered: u64) -> Duration {
+        if gathered >= self.pipe_bytes / 16 * 15 {
+            (self.gather / 2).max(MIN_GATHER)
+        } else if gathered < self.pipe_bytes / 8 * 3 {
+            (self.gather * 2).min(MAX_GATHER)
+        } else {
+            self.gather
+        }
     }
 }
 
@@ -48,11 +75,13 @@ impl Flow {
 mod tests {
     use super::*;
 
+    const PIPE: u64 = 1024 * 1024;
+
     fn feed(flow: &mut Flow, start: Instant, count: usize, every: Duration, times: u32) -> u32 {
         let mut gathered = 0;
         for turn in 1..=times {
             flow.note(count, true, start + every * turn);
-            gathered += u32::from(flow.should_gather());
+            gathered += u32::from(flow.should_gather().is_some());
         }
         gathered
     }
@@ -60,28 +89,54 @@ mod tests {
     #[test]
     fn lines_and_slow_streams_are_never_made_to_wait() {
         let start = Instant::now();
-        assert_eq!(feed(&mut Flow::new(start), start, 80, Duration::from_micros(20), 2_000), 0, "lines");
-        assert_eq!(feed(&mut Flow::new(start), start, 8 * 1024, Duration::from_millis(1), 10_000), 0, "8 MB/s");
-        assert_eq!(feed(&mut Flow::new(start), start, 200 * 1024, Duration::from_secs(1), 100), 0, "now and then");
+        assert_eq!(feed(&mut Flow::new(start, PIPE), start, 80, Duration::from_micros(20), 2_000), 0, "lines");
+        assert_eq!(feed(&mut Flow::new(start, PIPE), start, 8 * 1024, Duration::from_millis(1), 10_000), 0, "8 MB/s");
+        assert_eq!(feed(&mut Flow::new(start, PIPE), start, 200 * 1024, Duration::from_secs(1), 100), 0, "now and then");
     }
 
     #[test]
     fn a_torrent_of_small_writes_gathers_soon_and_stops_soon() {
         let start = Instant::now();
-        let mut flow = Flow::new(start);
+        let mut flow = Flow::new(start, PIPE);
         assert!(feed(&mut flow, start, 4096, Duration::from_micros(40), 1_000) > 900);
         flow.note(4096, true, start + Duration::from_millis(40 + 20));
-        assert!(!flow.should_gather());
+        assert_eq!(flow.should_gather(), None);
     }
 
     #[test]
     fn what_was_not_read_empty_is_read_on() {
         let start = Instant::now();
-        let mut flow = Flow::new(start);
+        let mut flow = Flow::new(start, PIPE);
         flow.note(1 << 20, false, start);
-        assert!(!flow.should_gather());
+        assert_eq!(flow.should_gather(), None);
         flow.note(1 << 10, true, start);
-        assert!(flow.should_gather());
-        assert!(!flow.should_gather());
+        assert_eq!(flow.should_gather(), Some(MAX_GATHER));
+        assert_eq!(flow.should_gather(), None);
+    }
+
+    /// What the next gathering takes, once the last one brought so much.
+    fn after(flow: &mut Flow, start: Instant, reads: &[usize]) -> Duration {
+        for (at, count) in reads.iter().enumerate() {
+            flow.note(*count, at + 1 == reads.len(), start);
+        }
+        flow.should_gather().unwrap()
+    }
+
+    #[test]
+    fn who_fills_its_pipe_sooner_is_read_sooner() {
+        let start = Instant::now();
+        let mut flow = Flow::new(start, PIPE);
+        let pipe = usize::try_from(PIPE).unwrap();
+        assert_eq!(after(&mut flow, start, &[pipe]), MAX_GATHER, "nothing has gathered yet");
+        assert_eq!(after(&mut flow, start, &[pipe]), MAX_GATHER / 2);
+        assert_eq!(after(&mut flow, start, &[pipe / 2, pipe / 2]), MAX_GATHER / 4, "in two reads");
+        assert_eq!(after(&mut flow, start, &[pipe]), MIN_GATHER);
+        assert_eq!(after(&mut flow, start, &[pipe]), MIN_GATHER, "never less");
+        assert_eq!(after(&mut flow, start, &[pipe / 2]), MIN_GATHER, "about right");
+        assert_eq!(after(&mut flow, start, &[pipe / 8]), MIN_GATHER * 2, "too soon");
+        for _ in 0..3 {
+            after(&mut flow, start, &[pipe / 8]);
+        }
+        assert_eq!(after(&mut flow, start, &[pipe / 8]), MAX_GATHER, "never more");
     }
 }

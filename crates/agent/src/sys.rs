@@ -12,6 +12,11 @@ use sandboxer_protocol::agent::TerminalSize;
 pub(crate) const MAX_PIPE_BYTES: i32 = 1024 * 1024;
 pub(crate) const MIN_PIPE_BYTES: i32 = 64 * 1024;
 
+/// Large, but in proportion to the window: what a program may be ahead of its reader is both together.
+pub(crate) fn pipe_bytes(window: u64) -> i32 {
+    i32::try_from(window / 4).unwrap_or(i32::MAX).clamp(MIN_PIPE_BYTES, MAX_PIPE_BYTES)
+}
+
 fn check(result: i32) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

@@ -20,7 +20,7 @@ use crate::{
     execution::{Execution, Phase, STREAMS},
     hold,
     ipc::{self, Program, Report, Request, Serial},
-    sys::{self, MAX_PIPE_BYTES, MIN_PIPE_BYTES},
+    sys::{self, MAX_PIPE_BYTES},
 };
 
 /// Signals and sizes kept for a program that is being started.
@@ -297,7 +297,7 @@ impl Agent {
             }
             None if execution.tty => None,
             None => {
-                let Pipes { input, output, theirs } = make_pipes(execution.has_input, pipe_bytes(self.config.output_window_bytes))?;
+                let Pipes { input, output, theirs } = make_pipes(execution.has_input, sys::pipe_bytes(self.config.output_window_bytes))?;
                 execution.sink = input.map(File::from);
                 for (stream, source) in [(Stream::Stdout, output.stdout), (Stream::Stderr, output.stderr)] {
                     watch(&self.epoll, source.as_fd(), token::of_output(serial, stream), EpollFlags::EPOLLIN)?;
@@ -591,11 +591,6 @@ pub(super) fn in_memory(head: &impl serde::Serialize, more: &[u8]) -> io::Result
     file.write_all(more)?;
     io::Seek::rewind(&mut file)?;
     Ok((file.into(), head.len()))
-}
-
-/// Large, but in proportion to the window: what a program may be ahead of its reader is both together.
-pub(super) fn pipe_bytes(window: u64) -> i32 {
-    i32::try_from(window / 4).unwrap_or(i32::MAX).clamp(MIN_PIPE_BYTES, MAX_PIPE_BYTES)
 }
 
 pub(super) fn make_pipes(input: bool, bytes: i32) -> io::Result<Pipes> {

@@ -25,7 +25,6 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
     },
 };
-use sandboxer_agent::flow::GATHER;
 use sandboxer_protocol::agent::{
     AGENT_PROTOCOL_VERSION, AgentConfig, AgentEvent, Enforced, ExecutionNumber, FromAgent, Marker, Stream, ToAgent, ToAgentFrame,
 };
@@ -181,12 +180,16 @@ impl Agent {
             let more = self.round();
             // With no room on the way out, to read on by single writes would bring nothing either.
             let held_up = !self.link.writable;
-            let gathered =
-                self.execution.as_mut().is_some_and(|execution| (execution.all_sent() || held_up) && execution.flow.should_gather());
-            if gathered {
+            let gather = self
+                .execution
+                .as_mut()
+                .filter(|execution| execution.all_sent() || held_up)
+                .and_then(|execution| execution.flow.should_gather());
+            if let Some(gather) = gather {
                 // Not by waiting for events: each write would be one.
-                thread::sleep(GATHER);
+                thread::sleep(gather);
             }
+            let gathered = gather.is_some();
             let timeout = if more || gathered { EpollTimeout::ZERO } else { self.timeout() };
             let now_resting = !more && !gathered;
             match self.epoll.wait(&mut events, timeout) {

@@ -22,7 +22,7 @@ use sandboxer_protocol::agent::{ExecSpec, ImageSpares, Language, PerStream, Spar
 
 use super::{
     Agent,
-    executions::{Pipes, Waiting, in_memory, make_pipes, pipe_bytes},
+    executions::{Pipes, Waiting, in_memory, make_pipes},
     token, watch,
 };
 use crate::{
@@ -384,7 +384,7 @@ impl Agent {
         let loaded = (language == Language::Bash).then(|| Loaded::look(root.as_fd()));
         groups.allow(self.spares.count() + 1)?;
         let group = groups.create(serial)?;
-        let Pipes { input, output, theirs } = make_pipes(true, pipe_bytes(self.config.output_window_bytes))?;
+        let Pipes { input, output, theirs } = make_pipes(true, sys::pipe_bytes(self.config.output_window_bytes))?;
         for (stream, source) in [(Stream::Stdout, &output.stdout), (Stream::Stderr, &output.stderr)] {
             watch(&self.epoll, source.as_fd(), token::of_output(serial, stream), EpollFlags::EPOLLIN)?;
         }
