@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{self, IoSliceMut, Read, Write},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -44,6 +44,7 @@ pub(crate) struct Output {
     pub(crate) source: Option<File>,
     pub(crate) readable: bool,
     pub(crate) window: Window,
+    flow: Flow,
     read_bytes: usize,
 }
 
@@ -84,14 +85,18 @@ pub(crate) struct Execution {
     pub(crate) end_acknowledged: bool,
     /// Output came since the last rest: see [`Execution::rest`].
     pub(crate) busy: bool,
-    /// Of both streams together.
-    pub(crate) flow: Flow,
 }
 
 impl Execution {
     pub(crate) fn new(spec: &ExecSpec, serial: Serial, config: &AgentConfig, now: Instant) -> Self {
-        let output =
-            || Output { source: None, readable: false, window: Window::new(config.output_window_bytes), read_bytes: FIRST_READ_BYTES };
+        let pipe_bytes = sys::pipe_bytes(config.output_window_bytes).unsigned_abs().into();
+        let output = || Output {
+            source: None,
+            readable: false,
+            window: Window::new(config.output_window_bytes),
+            flow: Flow::new(now, pipe_bytes),
+            read_bytes: FIRST_READ_BYTES,
+        };
         let mut input = Input::new(config.stdin_window_bytes);
         if !spec.stdin {
             // At its end from the start; nothing was taken, so this can't be refused.
@@ -122,7 +127,6 @@ impl Execution {
             kill_cause: None,
             end_acknowledged: false,
             busy: false,
-            flow: Flow::new(now, sys::pipe_bytes(config.output_window_bytes).unsigned_abs().into()),
         }
     }
 
@@ -207,7 +211,7 @@ impl Execution {
                 self.busy = true;
                 // Less than there was room for: it is empty, and the next byte makes an edge. A terminal gives a line at a time.
                 output.readable = self.tty || count == asked;
-                self.flow.note(count, !output.readable, Instant::now());
+                output.flow.note(count, !output.readable, Instant::now());
                 if count == output.read_bytes {
                     output.read_bytes = (output.read_bytes * 4).min(MAX_READ_BYTES);
                 } else if count < output.read_bytes / 16 {
@@ -219,9 +223,20 @@ impl Execution {
             Err(_) => {
                 // Empty for now; a terminal also says EIO while no process has it open.
                 output.readable = false;
+                output.flow.note(0, !self.tty, Instant::now());
                 false
             }
         }
+    }
+
+    /// For how long to let output gather now, if at all: only while nothing is left to read of either stream.
+    pub(crate) fn should_gather(&mut self) -> Option<Duration> {
+        let all_read = STREAMS.iter().map(|stream| self.output.get(*stream)).all(|output| output.source.is_none() || !output.readable);
+        if !all_read {
+            return None;
+        }
+        let [stdout, stderr] = STREAMS.map(|stream| self.output.get_mut(stream).flow.should_gather());
+        stdout.into_iter().chain(stderr).min()
     }
 
     /// Gives the program input, as far as it goes now.

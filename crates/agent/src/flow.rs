@@ -1,14 +1,14 @@
 //! When to let output gather before it is read.
 //!
 //! A program that writes much by small writes wakes the agent for each of them, and gVisor makes that dear: both sides spend their time
-//! on waking. Of such a stream the agent reads what has gathered in a while, and the while is the shorter the sooner the program's pipe
-//! is full. Whoever writes little is never made to wait: only a stream that has been faster than [`SLOW_BYTES_PER_MS`] for a time is one.
+//! on waking. Of such a stream the agent reads what has gathered in a while; the sooner the program's pipe is full, the shorter that
+//! while. Whoever writes little is never made to wait: only a stream that has been faster than [`SLOW_BYTES_PER_MS`] for a time is one.
 
 use std::time::{Duration, Instant};
 
-/// How long output gathers at most: what a program that writes little at once takes to fill most of its pipe.
+/// How long output gathers at most: a program that writes little at once has filled about half of its pipe by then.
 pub const MAX_GATHER: Duration = Duration::from_millis(1);
-/// How long at least. Less is not worth being woken up for.
+/// How long at least.
 pub const MIN_GATHER: Duration = Duration::from_micros(125);
 /// What a stream may bring without being one of those.
 const SLOW_BYTES_PER_MS: u64 = 16 * 1024;
@@ -17,13 +17,13 @@ const TORRENT_BYTES: u64 = 256 * 1024;
 /// What is counted at most, so that it is over soon after it is over.
 const MAX_LEVEL: u64 = 2 * TORRENT_BYTES;
 
-/// How much has come lately.
+/// How much of one stream has come lately.
 #[derive(Debug)]
 pub struct Flow {
     level: u64,
     at: Instant,
     emptied: bool,
-    /// What the program's pipe holds.
+    /// What the program's pipe holds, if it is as large as was asked for.
     pipe_bytes: u64,
     gather: Duration,
     /// What was read since it gathered, until it was read empty.
@@ -112,6 +112,20 @@ mod tests {
         flow.note(1 << 10, true, start);
         assert_eq!(flow.should_gather(), Some(MAX_GATHER));
         assert_eq!(flow.should_gather(), None);
+    }
+
+    #[test]
+    fn a_small_pipe_is_full_with_less() {
+        let start = Instant::now();
+        let small = 64 * 1024;
+        let mut flow = Flow::new(start, small);
+        let small = usize::try_from(small).unwrap();
+        assert!(feed(&mut flow, start, small, Duration::ZERO, 8) > 0, "a torrent");
+        assert_eq!(after(&mut flow, start, &[small / 16 * 15]), MIN_GATHER);
+        assert_eq!(after(&mut flow, start, &[small / 16 * 15 - 1]), MIN_GATHER, "not full");
+        assert_eq!(after(&mut flow, start, &[small / 8 * 3]), MIN_GATHER);
+        assert_eq!(after(&mut flow, start, &[small / 8 * 3 - 1]), MIN_GATHER * 2);
+        assert_eq!(after(&mut flow, start, &[0]), MIN_GATHER * 4, "nothing came at all");
     }
 
     /// What the next gathering takes, once the last one brought so much.

@@ -180,11 +180,7 @@ impl Agent {
             let more = self.round();
             // With no room on the way out, to read on by single writes would bring nothing either.
             let held_up = !self.link.writable;
-            let gather = self
-                .execution
-                .as_mut()
-                .filter(|execution| execution.all_sent() || held_up)
-                .and_then(|execution| execution.flow.should_gather());
+            let gather = self.execution.as_mut().filter(|execution| execution.all_sent() || held_up).and_then(Execution::should_gather);
             if let Some(gather) = gather {
                 // Not by waiting for events: each write would be one.
                 thread::sleep(gather);

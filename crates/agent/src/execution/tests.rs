@@ -59,6 +59,38 @@ fn with_nobody_attached_the_oldest_goes_if_asked_for() {
     assert_eq!(held(&mut execution), numbered(5000)[4000..]);
 }
 
+/// A line on one stream neither ends a torrent on the other nor makes anybody wait that has more to be read.
+#[test]
+fn a_torrent_gathers_whatever_the_other_stream_does() {
+    let (mut execution, mut program) = execution(DetachedOutput::Block);
+    execution.output.stdout.window.extend(1 << 20);
+    let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).unwrap();
+    execution.output.stderr.connect(read);
+    let mut stderr = File::from(write);
+    let mut gathered = 0;
+    for _ in 0..20 {
+        program.write_all(&numbered(32 * 1024)).unwrap();
+        execution.output.stdout.readable = true;
+        while execution.fill(Stream::Stdout) {}
+        stderr.write_all(b"x").unwrap();
+        execution.output.stderr.readable = true;
+        assert_eq!(execution.should_gather(), None, "there is more to be read");
+        assert!(!execution.fill(Stream::Stderr));
+        gathered += u32::from(execution.should_gather().is_some());
+        assert_eq!(execution.should_gather(), None, "once");
+    }
+    assert!(gathered > 5, "{gathered}");
+    // What is closed is not waited for.
+    drop(stderr);
+    execution.output.stderr.readable = true;
+    assert!(!execution.fill(Stream::Stderr));
+    program.write_all(&numbered(32 * 1024)).unwrap();
+    execution.output.stdout.readable = true;
+    while execution.fill(Stream::Stdout) {}
+    assert!(execution.output.stderr.source.is_none());
+    assert!(execution.should_gather().is_some());
+}
+
 #[test]
 fn what_comes_after_the_end_is_not_its_output() {
     let (mut execution, mut program) = execution(DetachedOutput::Block);

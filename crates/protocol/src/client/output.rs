@@ -180,6 +180,17 @@ mod tests {
 
     proptest! {
         #[test]
+        fn any_bytes_arrive_as_they_would_be_replaced(
+            data in proptest::collection::vec(prop_oneof![Just(vec![b'a'; 15]), proptest::collection::vec(any::<u8>(), 1..4), Just("ä
+    \"".as_bytes().to_vec()), Just(vec![0xc3])], 0..20),
+        ) {
+            let data = data.concat();
+            let json = encode_output(Stream::Stdout, Encoding::Text, &data, 0, data.len() as u64, &"e".parse().unwrap());
+            let ServerEvent::Stdout(event) = serde_json::from_str(&json).unwrap() else { panic!("{json}") };
+            prop_assert_eq!(event.data, String::from_utf8_lossy(&data));
+        }
+
+        #[test]
         fn any_text_is_written_as_serde_json_does(text in "([a-z]{0,40}|[\\x00-\\x7f]{0,10}|\\PC{0,10}){0,8}") {
             prop_assert_eq!(written(&text), serde_json::to_vec(&text).unwrap());
         }
