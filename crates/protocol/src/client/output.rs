@@ -181,8 +181,15 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_arrive_as_they_would_be_replaced(
-            data in proptest::collection::vec(prop_oneof![Just(vec![b'a'; 15]), proptest::collection::vec(any::<u8>(), 1..4), Just("ä
-    \"".as_bytes().to_vec()), Just(vec![0xc3])], 0..20),
+            data in proptest::collection::vec(
+                prop_oneof![
+                    Just(vec![b'a'; 15]),
+                    proptest::collection::vec(any::<u8>(), 1..4),
+                    Just("ä\n\"".as_bytes().to_vec()),
+                    Just(vec![0xc3]),
+                ],
+                0..20,
+            ),
         ) {
             let data = data.concat();
             let json = encode_output(Stream::Stdout, Encoding::Text, &data, 0, data.len() as u64, &"e".parse().unwrap());
