@@ -14,7 +14,7 @@ use crate::{
     client::Client,
     raw::{LIMIT, Raw},
     samples::{Column, Row, Samples},
-    saves::packs_mib,
+    saves::{REWRITE, packs_mib},
     server::Server,
 };
 
@@ -37,8 +37,7 @@ threading.Thread(target=watch, daemon=True).start()
 print('ready', flush=True)
 for number, line in enumerate(sys.stdin):
     seen = longest
-    start = number % 200 << 20
-    held[start:start + (1 << 20)] = os.urandom(1 << 20)
+    rewrite(held, number % 200 << 20)
     time.sleep(0.005)
     longest = 0.0
     print(round(seen * 1e6), flush=True)
@@ -84,7 +83,7 @@ struct Paused {
 impl Paused {
     async fn start(server: &Server, config: &Value) -> Result<Self> {
         let (mut client, _) = Client::create_with(server.address, config).await?;
-        client.start(PROGRAM, 6).await.context("the program")?;
+        client.start(&format!("{REWRITE}{PROGRAM}"), 6).await.context("the program")?;
         Ok(Self { client })
     }
 

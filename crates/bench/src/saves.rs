@@ -32,12 +32,22 @@ const SMALL_MIB: usize = 64;
 const CHANGE: &str = "";
 const LOOK: &str = "look";
 
+/// Changes one contiguous MiB and nothing else: by way of a value of its own it would leave two more of them behind, which a save writes too.
+pub(crate) const REWRITE: &str = "\
+source = open('/dev/urandom', 'rb', buffering=0)
+def rewrite(held, start):
+    piece = memoryview(held)[start:start + (1 << 20)]
+    while piece:
+        piece = piece[source.readinto(piece):]
+";
+
 /// Prints 6 bytes when it is ready and 2 for each line of input, when it has done what that says.
 fn program(mib: usize) -> String {
     format!(
         "\
 import os, sys
 half = {mib} << 19
+{REWRITE}
 random = bytearray(os.urandom(half))
 text = bytearray(b''.join(b'%07d %08x\\n' % (n, n * 2654435761 % 4294967296) for n in range(half // 17)))
 print('ready', end='\\n', flush=True)
@@ -45,7 +55,7 @@ for number, line in enumerate(sys.stdin):
     if line == '{LOOK}\\n':
         sum(random[::4096]) + sum(text[::4096])
     else:
-        random[number << 20:(number + 1) << 20] = os.urandom(1 << 20)
+        rewrite(random, number << 20)
     sys.stdout.write('x\\n')
     sys.stdout.flush()
 "
