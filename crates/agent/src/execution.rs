@@ -191,14 +191,21 @@ impl Execution {
     }
 
     /// Reads once from a stream into its window, if both allow it. Returns whether to come back at once.
-    pub(crate) fn fill(&mut self, stream: Stream) -> bool {
+    pub(crate) fn fill(&mut self, stream: Stream, now: Instant) -> bool {
         let drop_oldest = self.detached == DetachedOutput::DropOldest;
         let output = self.output.get_mut(stream);
         let Some(source) = output.source.as_mut().filter(|_| output.readable) else { return false };
+        let mut emptied = false;
         if drop_oldest && output.window.is_paused() {
-            output.window.make_room(output.read_bytes.min(sys::bytes_waiting(source.as_fd()).unwrap_or(0)));
+            let waiting = sys::bytes_waiting(source.as_fd());
+            emptied = matches!(waiting, Ok(0));
+            output.window.make_room(output.read_bytes.min(waiting.unwrap_or(0)));
         }
         if output.window.space() == 0 {
+            if emptied {
+                // Nothing was dropped to look for it: the next byte makes an edge, as does the end.
+                output.flow.note(0, !self.tty, now);
+            }
             return false;
         }
         let asked = output.read_bytes.min(output.window.space());
@@ -211,7 +218,7 @@ impl Execution {
                 self.busy = true;
                 // Less than there was room for: it is empty, and the next byte makes an edge. A terminal gives a line at a time.
                 output.readable = self.tty || count == asked;
-                output.flow.note(count, !output.readable, Instant::now());
+                output.flow.note(count, !output.readable, now);
                 if count == output.read_bytes {
                     output.read_bytes = (output.read_bytes * 4).min(MAX_READ_BYTES);
                 } else if count < output.read_bytes / 16 {
@@ -223,19 +230,21 @@ impl Execution {
             Err(_) => {
                 // Empty for now; a terminal also says EIO while no process has it open.
                 output.readable = false;
-                output.flow.note(0, !self.tty, Instant::now());
+                output.flow.note(0, !self.tty, now);
                 false
             }
         }
     }
 
-    /// For how long to let output gather now, if at all: only while nothing is left to read of either stream.
+    /// For how long to let output gather now, if at all: only while nothing can be read of either stream.
     pub(crate) fn should_gather(&mut self) -> Option<Duration> {
-        let all_read = STREAMS.iter().map(|stream| self.output.get(*stream)).all(|output| output.source.is_none() || !output.readable);
-        if !all_read {
+        if STREAMS.iter().any(|stream| self.output.get(*stream).can_be_read()) {
             return None;
         }
-        let [stdout, stderr] = STREAMS.map(|stream| self.output.get_mut(stream).flow.should_gather());
+        let [stdout, stderr] = STREAMS.map(|stream| {
+            let output = self.output.get_mut(stream);
+            output.source.as_ref().and_then(|_| output.flow.should_gather())
+        });
         stdout.into_iter().chain(stderr).min()
     }
 
@@ -348,6 +357,10 @@ impl Execution {
 }
 
 impl Output {
+    fn can_be_read(&self) -> bool {
+        self.source.is_some() && self.readable && self.window.space() > 0
+    }
+
     pub(crate) fn connect(&mut self, source: OwnedFd) {
         self.source = Some(source.into());
         self.readable = true;

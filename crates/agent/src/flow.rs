@@ -2,7 +2,8 @@
 //!
 //! A program that writes much by small writes wakes the agent for each of them, and gVisor makes that dear: both sides spend their time
 //! on waking. Of such a stream the agent reads what has gathered in a while; the sooner the program's pipe is full, the shorter that
-//! while. Whoever writes little is never made to wait: only a stream that has been faster than [`SLOW_BYTES_PER_MS`] for a time is one.
+//! while. Only a stream that has been faster than [`SLOW_BYTES_PER_MS`] for a time is one: a program that writes little is never made to wait. Beside one
+//! that writes much, what the agent would hear of meanwhile waits up to [`MAX_GATHER`]; work that it knows of does not.
 
 use std::time::{Duration, Instant};
 

@@ -115,6 +115,21 @@ pub(crate) struct Agent {
     scratch: Box<[u8]>,
 }
 
+/// What a round has left to be done at once.
+#[derive(Debug, Clone, Copy)]
+struct More {
+    /// Output of the execution was moved, or can be read on.
+    of_output: bool,
+    /// Anything else: what was heard, files, streams.
+    of_others: bool,
+}
+
+impl More {
+    fn is_any(self) -> bool {
+        self.of_output || self.of_others
+    }
+}
+
 fn watch(epoll: &Epoll, fd: BorrowedFd<'_>, token: u64, flags: EpollFlags) -> io::Result<()> {
     Ok(epoll.add(fd, EpollEvent::new(flags | EpollFlags::EPOLLET, token))?)
 }
@@ -178,16 +193,13 @@ impl Agent {
         let mut events = [EpollEvent::empty(); 64];
         loop {
             let more = self.round();
-            // With no room on the way out, to read on by single writes would bring nothing either.
-            let held_up = !self.link.writable;
-            let gather = self.execution.as_mut().filter(|execution| execution.all_sent() || held_up).and_then(Execution::should_gather);
+            let gather = self.should_gather(more);
             if let Some(gather) = gather {
                 // Not by waiting for events: each write would be one.
                 thread::sleep(gather);
             }
-            let gathered = gather.is_some();
-            let timeout = if more || gathered { EpollTimeout::ZERO } else { self.timeout() };
-            let now_resting = !more && !gathered;
+            let now_resting = !more.is_any() && gather.is_none();
+            let timeout = if now_resting { self.timeout() } else { EpollTimeout::ZERO };
             match self.epoll.wait(&mut events, timeout) {
                 Ok(0) if now_resting => self.nothing_happened(),
                 Ok(count) => events[..count].iter().for_each(|event| self.note(event)),
@@ -200,6 +212,14 @@ impl Agent {
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    /// For how long to let output gather now, if at all: not while there is other work that can be done.
+    fn should_gather(&mut self, more: More) -> Option<Duration> {
+        // With no room on the way out, to read on by single writes would bring nothing either.
+        let held_up = !self.link.writable;
+        let execution = self.execution.as_mut().filter(|execution| !more.of_others && (execution.all_sent() || held_up))?;
+        execution.should_gather()
     }
 
     fn note(&mut self, event: &EpollEvent) {
@@ -234,10 +254,11 @@ impl Agent {
         }
     }
 
-    /// Does everything that can be done now. Returns whether there is more.
-    fn round(&mut self) -> bool {
+    /// Does everything that can be done now.
+    fn round(&mut self) -> More {
         let now = Instant::now();
         self.keep_init(now);
+        let mut of_output = false;
         let mut more = true;
         for _ in 0..FRAMES_A_ROUND {
             match self.link.hear(&mut self.scratch) {
@@ -266,7 +287,7 @@ impl Agent {
             execution.feed();
             execution.watch_sink(|sink| watch(&self.epoll, sink, token::STDIN, EpollFlags::EPOLLOUT));
             for stream in STREAMS {
-                more |= execution.fill(stream);
+                of_output |= execution.fill(stream, now);
             }
             if let Some(started) = execution.announcement(now) {
                 self.link.say(&started);
@@ -282,7 +303,7 @@ impl Agent {
         // A program may write before init has had the time to say that it runs; whoever listens hears that first.
         if let Some(execution) = self.execution.as_mut().filter(|execution| !matches!(execution.phase, Phase::Starting { .. })) {
             for stream in STREAMS {
-                more |= self.link.send_output(execution.number, stream, &mut execution.output.get_mut(stream).window);
+                of_output |= self.link.send_output(execution.number, stream, &mut execution.output.get_mut(stream).window);
             }
         }
         self.link.flush();
@@ -300,7 +321,7 @@ impl Agent {
             self.remove_code_left();
         }
         // There may be room for answers again, or a read was interrupted; no edge tells of either.
-        more || self.link.wants_to_read()
+        More { of_output, of_others: more || self.link.wants_to_read() }
     }
 
     /// Until when to sleep.

@@ -70,7 +70,7 @@ impl Scripted {
 
     fn rounds(&mut self) {
         self.agent.init_spoke = true;
-        while self.agent.round() {}
+        while self.agent.round().is_any() {}
     }
 
     /// Opens a conversation, as another server would, and returns the agent's answer.
@@ -562,4 +562,37 @@ fn the_largest_head_passes() {
     }
     let Some(Request::Spawn { head, .. }) = scripted.asked_of_init() else { panic!("not asked: {:?}", scripted.heard()) };
     assert!(head > 3 << 20 && head <= sandboxer_protocol::limits::MAX_CONTROL_BYTES);
+}
+
+/// Output that can be sent is sent first, and nobody else's work waits for a program that prints much.
+#[test]
+fn output_gathers_only_while_there_is_nothing_else_to_do() {
+    const NOTHING: More = More { of_output: false, of_others: false };
+    let mut scripted = Scripted::new();
+    let agent = &mut scripted.agent;
+    let spec = ExecSpec { detached_output: sandboxer_protocol::agent::DetachedOutput::DropOldest, ..program(Language::Bash) };
+    let now = Instant::now();
+    let mut execution = Execution::new(&spec, 1, &agent.config, now);
+    let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).unwrap();
+    execution.output.stdout.connect(read);
+    execution.pause();
+    let mut write = File::from(write);
+    let mut torrent = |execution: &mut Execution| {
+        for _ in 0..70 {
+            io::Write::write_all(&mut write, &[b'x'; 4096]).unwrap();
+            execution.output.stdout.readable = true;
+            while execution.fill(Stream::Stdout, now) {}
+        }
+    };
+    torrent(&mut execution);
+    agent.execution = Some(execution);
+    assert_eq!(agent.should_gather(More { of_others: true, ..NOTHING }), None, "others have work");
+    assert!(agent.should_gather(NOTHING).is_some());
+    let execution = agent.execution.as_mut().unwrap();
+    torrent(execution);
+    execution.output.stdout.window.resume(0, u64::MAX);
+    assert_eq!(agent.should_gather(NOTHING), None, "it can be sent");
+    agent.link.writable = false;
+    assert!(agent.should_gather(NOTHING).is_some(), "it can't be sent now");
+    agent.link.writable = true;
 }
