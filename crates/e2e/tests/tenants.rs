@@ -171,3 +171,37 @@ except BlockingIOError: print(made)
     let output = ws.python(code).await;
     assert!(output.ok().trim().parse::<usize>().is_ok_and(|made| (50..64).contains(&made)), "{output:?}");
 }
+
+/// CHECKPOINTED is said before the sandbox is off the machine; its place is another's all the same.
+#[tokio::test]
+async fn whoever_hears_that_a_sandbox_is_saved_may_have_another_at_once() {
+    let volume = Volume::default();
+    let keys = format!("alice:{},bob:{}", ALICE.1, BOB.1);
+    let options = || volume.options().env("SANDBOXER_API_KEYS", keys.clone());
+    for (option, what) in [("--max-sandboxes", "the server's place"), ("--key-max-sandboxes", "the key's place")] {
+        let server = options().arg(option).arg("1").start();
+        let mut saved: Option<(String, String)> = None;
+        for turn in 0..4 {
+            let mut ws = match &saved {
+                // By turns a new one and one that comes back.
+                Some((path, token)) if turn % 2 == 1 => {
+                    let mut ws = Ws::connect(server.address(), path, &[ALICE, ("X-Sandbox-Token", token)]).await.unwrap();
+                    ws.expect_status("SANDBOX_RESTORING").await;
+                    let status = ws.next().await;
+                    assert_eq!(status["status"], "SANDBOX_RUNNING", "{what}, turn {turn}: {status}");
+                    ws
+                }
+                _ => {
+                    let mut ws = Ws::connect(server.address(), "/create", &[ALICE]).await.unwrap();
+                    ws.send(json!({"enable_checkpoint": true})).await;
+                    ws.expect_created().await;
+                    saved = Some((format!("/attach/{}", ws.sandbox_id), ws.sandbox_token.clone()));
+                    ws
+                }
+            };
+            ws.send(json!({"action": "checkpoint"})).await;
+            ws.expect_status("SANDBOX_CHECKPOINTING").await;
+            ws.expect_status("SANDBOX_CHECKPOINTED").await;
+        }
+    }
+}

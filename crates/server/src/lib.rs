@@ -13,6 +13,7 @@ mod filesystems;
 pub mod fuzzing;
 mod http;
 mod images;
+mod leaving;
 mod limits;
 mod manager;
 mod memory;

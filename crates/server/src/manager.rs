@@ -47,6 +47,7 @@ use crate::{
     file_turns::FileTurns,
     filesystems::Filesystems,
     images::Images,
+    leaving::Leaving,
     metrics::Metrics,
     network::{AllPlaces, NetworkSettings},
     obituaries::Obituaries,
@@ -75,6 +76,7 @@ pub(crate) struct Manager {
     obituaries: Obituaries,
     sandboxes: Mutex<HashMap<SandboxId, Handle>>,
     slots: Arc<Semaphore>,
+    leaving: Leaving,
     pool: Pool,
     /// Who may start gVisor now.
     starts: Semaphore,
@@ -116,6 +118,7 @@ impl Manager {
             file_turns: FileTurns::new(),
             arriving: Mutex::default(),
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
+            leaving: Leaving::default(),
             pool: Pool::new(settings.pool.clone()),
             starts: Semaphore::new(launch::starts_at_once()),
             tenants: Arc::new(Tenants::new(settings.key_limits)),

@@ -255,9 +255,8 @@ impl Manager {
     async fn look_ahead(self: &Arc<Self>, checkpoints: &Checkpoints, id: SandboxId, stored: &Stored) -> Result<Option<Ready>, ArriveError> {
         let record = &stored.record;
         let (None, None, Some(name)) = (&record.owner, &record.tombstone, record.latest) else { return Ok(None) };
-        if self.slots.available_permits() == 0 {
-            return Err(ArriveError::Later(ErrorCode::NoCapacity, self.full()));
-        }
+        let any = || if self.slots.available_permits() > 0 { Ok(()) } else { Err(self.full()) };
+        self.leaving.room(any).await.map_err(|full| ArriveError::Later(ErrorCode::NoCapacity, full))?;
         let why = match self.get_ready(checkpoints, id, name, Checkpoints::token_sha256(stored), Hurry::Somebody).await {
             Ok(ready) => return Ok(Some(ready)),
             Err(why) => why,
@@ -303,7 +302,8 @@ impl Manager {
         let found = checkpoints.find(ManifestAt::Checkpoint { sandbox_id: id, name }, &self.images).await?;
         let state = &found.state;
         let resources = state.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
-        let place = self.tenants.admit_again(state.owner.as_deref()).map_err(|error| error.message)?;
+        let owner = state.owner.as_deref();
+        let place = self.leaving.room_of(owner, || self.tenants.admit_again(owner)).await.map_err(|error| error.message)?;
         let waited = self.container_from_pool(&found.image);
         let makes_one = waited.is_none() && (hurry == Hurry::Nobody || !checkpoints.has(&found).await);
         // What is made before the sandbox is held is not yet the sandbox, neither to the next server.
@@ -412,16 +412,16 @@ impl Restorer {
             manager.put_back_later(std::mem::take(&mut ahead));
         }
         let mut ready = ahead.arrived().await;
-        let slot =
-            match ready.as_mut().and_then(|ready| ready.slot.take()).map_or_else(|| Arc::clone(&manager.slots).try_acquire_owned(), Ok) {
-                Ok(slot) => slot,
-                Err(_) => {
-                    if let Some(ready) = ready {
-                        manager.put_back(*ready).await;
-                    }
-                    return Err(manager.full());
-                }
-            };
+        let slot = match ready.as_mut().and_then(|ready| ready.slot.take()) {
+            Some(slot) => Ok(slot),
+            None => manager.leaving.room(|| Arc::clone(&manager.slots).try_acquire_owned()).await,
+        };
+        let Ok(slot) = slot else {
+            if let Some(ready) = ready {
+                manager.put_back(*ready).await;
+            }
+            return Err(manager.full());
+        };
         manager.give_way();
         let ready = match ready {
             Some(ready) => *ready,

@@ -73,8 +73,8 @@ impl Manager {
         let template_name = config.filesystem_snapshot_name.clone();
         let config = self.check(config)?;
         let resources = config.limits.on_the_host(&asked, &self.host)?;
-        let place = self.tenants.admit(owner.as_deref())?;
-        let slot = self.slot()?;
+        let place = self.leaving.room_of(owner.as_deref(), || self.tenants.admit(owner.as_deref())).await?;
+        let slot = self.leaving.room(|| self.slot()).await?;
         let _busy = self.pool.busy();
         let template = self.template(template_name.as_deref(), owner.as_deref()).await?;
         let image = self.image_for(template.as_ref(), image.as_deref()).await?;

@@ -70,6 +70,7 @@ impl Manager {
             execution,
             age,
             max_lifetime: self.settings.max_lifetime,
+            leaving: self.leaving.clone(),
             on_end: Box::new(move |outcome, dir| {
                 // It may come back, to the same directory, as soon as there is room.
                 if let Some(dir) = dir {

@@ -76,8 +76,9 @@ impl Manager {
         let found = checkpoints.find_for(from, &self.images, |owner| may_see(owner, who)).await.map_err(failed)?;
         let found = found.ok_or_else(|| CreateError::new(ErrorCode::UnknownSnapshot, "There is no such snapshot."))?;
         let resources = found.state.config.limits.again(&self.settings.max_limits, &self.host)?;
-        let places = self.tenants.admit_many(found.state.owner.as_deref(), count)?;
-        let slots = self.slots(count)?;
+        let owner = found.state.owner.as_deref();
+        let places = self.leaving.room_of(owner, || self.tenants.admit_many(owner, count)).await?;
+        let slots = self.leaving.room(|| self.slots(count)).await?;
         let _busy = self.pool.busy();
         let planned = (0..count).map(|_| self.plan(&found, resources)).collect();
         self.give_way();

@@ -55,6 +55,7 @@ use super::{
     transfers::{self, Push, SingleFiles, Transfers},
 };
 use crate::{
+    leaving::Leaving,
     manager::{RolledBack, Roller},
     metrics::Metrics,
     network::Egress,
@@ -184,6 +185,7 @@ pub(crate) struct Driver {
     max_lifetime: Option<Duration>,
     /// The agent closed its end, and the runtime has until then to say why.
     pub(super) link_closed: Option<Instant>,
+    leaving: Leaving,
     on_end: OnEnd,
     stop: watch::Receiver<Option<Stop>>,
     pub(super) saves: Saves,
@@ -225,6 +227,7 @@ pub(crate) struct Start {
     pub(crate) execution: Option<Execution>,
     pub(crate) age: Duration,
     pub(crate) max_lifetime: Option<Duration>,
+    pub(crate) leaving: Leaving,
     /// Called when the sandbox is gone, before its client hears of it.
     pub(crate) on_end: OnEnd,
     pub(crate) stop: watch::Receiver<Option<Stop>>,
@@ -287,6 +290,7 @@ impl Driver {
             execution,
             age,
             max_lifetime,
+            leaving,
             on_end,
             stop,
             next_number,
@@ -326,6 +330,7 @@ impl Driver {
             born: now.checked_sub(age).unwrap_or(now),
             max_lifetime,
             link_closed: None,
+            leaving,
             on_end,
             stop,
             saves: Saves::of(host, kept, autosave),

@@ -30,6 +30,8 @@ impl Driver {
         }
         self.late.clear();
         let mut client = self.client.take();
+        // Those who hear of it may want its place at once.
+        let leaves = (!matches!(outcome, Outcome::LeftRunning)).then(|| self.leaving.begin(self.record.owner.as_deref()));
         if let Outcome::Checkpointed { .. } | Outcome::HandedOver = outcome {
             // It counts, and nothing of it here does.
             if let Some(reply) = self.asks.take(asks::What::Checkpoint) {
@@ -53,6 +55,7 @@ impl Driver {
             tell_volume(kept, &self.record, &outcome).await;
         }
         (self.on_end)(&outcome, removed.is_ok().then_some(&self.dir));
+        drop(leaves);
         tell(client.as_mut(), farewell::after(&outcome)).await;
         outcome
     }
