@@ -316,10 +316,7 @@ impl Agent {
         self.watch_handed(now);
         self.kill_again();
         self.keep_spares(now);
-        if self.execution.as_ref().is_none_or(|execution| execution.announcement.is_none()) {
-            self.allow_spares();
-            self.remove_code_left();
-        }
+        self.tidy(now);
         // There may be room for answers again, or a read was interrupted; no edge tells of either.
         More { of_output, of_others: more || self.link.wants_to_read() }
     }
@@ -337,6 +334,7 @@ impl Agent {
         self.supervisor.retry().map(until).map(&mut at_most);
         self.memory.as_ref().and_then(MemoryWatch::next).map(until).map(&mut at_most);
         self.spares.due().map(until).map(&mut at_most);
+        self.spares.tidy_at.map(until).map(&mut at_most);
         self.handed.as_ref().map(|handed| handed.look).map(until).map(&mut at_most);
         let announcement = self.execution.as_ref().and_then(|execution| execution.announcement.as_ref());
         announcement.map(|(due, _)| *due).map(until).map(&mut at_most);

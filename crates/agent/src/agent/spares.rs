@@ -130,6 +130,8 @@ pub(super) struct Spares {
     ran: Option<(Serial, Language)>,
     /// The code of those before, which is to go.
     code_left: Vec<(Serial, Language)>,
+    /// When what is left to do is done; none: at once.
+    pub(super) tidy_at: Option<Instant>,
     /// Whose they are. None: this may yet become many sandboxes, and what was drawn by chance would be the same in all.
     identity: Option<(String, u64)>,
 }
@@ -211,6 +213,7 @@ impl Spares {
         self.luck = Default::default();
         self.ran = None;
         self.code_left.clear();
+        self.tidy_at = None;
     }
 
     fn count(&self) -> u32 {
@@ -398,7 +401,7 @@ impl Agent {
     }
 
     /// What waits is allowed beside the processes of the user, and no more.
-    pub(super) fn allow_spares(&mut self) {
+    fn allow_spares(&mut self) {
         let count = self.spares.count();
         if self.spares.allowed != count
             && let Some(groups) = &self.groups

@@ -65,9 +65,11 @@ impl Manager {
     }
 
     async fn make(self: Arc<Self>, config: CreateConfig, owner: Option<String>) -> Result<Created, CreateError> {
-        if self.stopping().is_some() {
-            return Err(CreateError::new(ErrorCode::ServerStopping, CREATE_ELSEWHERE));
-        }
+        let going_on = || match self.stopping() {
+            None => Ok(()),
+            Some(_) => Err(CreateError::new(ErrorCode::ServerStopping, CREATE_ELSEWHERE)),
+        };
+        going_on()?;
         let asked = config.limits.unwrap_or_default();
         let image = config.image.clone();
         let template_name = config.filesystem_snapshot_name.clone();
@@ -75,6 +77,8 @@ impl Manager {
         let resources = config.limits.on_the_host(&asked, &self.host)?;
         let place = self.leaving.room_of(owner.as_deref(), || self.tenants.admit(owner.as_deref())).await?;
         let slot = self.leaving.room(|| self.slot()).await?;
+        // A server that stops has many that leave, and their places are nobody's.
+        going_on()?;
         let _busy = self.pool.busy();
         let template = self.template(template_name.as_deref(), owner.as_deref()).await?;
         let image = self.image_for(template.as_ref(), image.as_deref()).await?;

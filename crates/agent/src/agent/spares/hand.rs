@@ -61,6 +61,8 @@ const BASH_DEPENDS_ON: [&str; 8] = [
 const STOPPING: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
 /// Signals that neither end nor stop a process that does nothing about them.
 const HARMLESS: [i32; 4] = [libc::SIGCONT, libc::SIGWINCH, libc::SIGCHLD, libc::SIGURG];
+/// When what is not urgent is done about one that was given its program: a short one has ended by then, and its client has heard so.
+const TIDIED_AFTER: Duration = Duration::from_millis(5);
 /// One that has not begun with its code after this is looked at: it may be stopped.
 const LOOK_AFTER: Duration = Duration::from_millis(250);
 /// How long one may take to begin with its code: on a loaded machine longer than anybody would expect.
@@ -339,6 +341,7 @@ impl Agent {
         let Spare { serial, language, input, output, theirs, started, .. } = spare;
         self.spares.code_comes(serial, language);
         let now = Instant::now();
+        self.spares.tidy_at = Some(now + TIDIED_AFTER);
         execution.serial = serial;
         execution.began = now;
         execution.phase = Phase::Running;
@@ -385,8 +388,18 @@ impl Agent {
         said.filter(|said| *said == word.len()).map(|said| (*pid, said)).ok_or(Unsaid::Spoilt)
     }
 
-    /// No program reads the code of the one before. Once it runs: it is in nobody's way then.
-    pub(in crate::agent) fn remove_code_left(&mut self) {
+    /// What is left to do when one that waited has been given its program, once that is in nobody's way.
+    pub(in crate::agent) fn tidy(&mut self, now: Instant) {
+        let announced = self.execution.as_ref().is_none_or(|execution| execution.announcement.is_none());
+        if announced && self.spares.tidy_at.is_none_or(|at| now >= at) {
+            self.spares.tidy_at = None;
+            self.allow_spares();
+            self.remove_code_left();
+        }
+    }
+
+    /// No program reads the code of the one before.
+    fn remove_code_left(&mut self) {
         let starts = |execution: &Execution| matches!(execution.phase, Phase::Starting { .. });
         if self.spares.code_left.is_empty() || self.execution.as_ref().is_some_and(starts) {
             return;
@@ -423,7 +436,8 @@ impl Agent {
     /// whether that is so.
     pub(in crate::agent) fn start_unbegun(&mut self, serial: Serial, code: Option<i32>) -> bool {
         let Some(execution) = self.execution.as_mut().filter(|execution| execution.serial == serial) else { return false };
-        let Some(handed) = self.handed.take_if(|handed| handed.serial == serial) else { return false };
+        // Unless it is started now it stays until the end has been told: to close what belongs to it takes longer than that.
+        let Some(handed) = self.handed.as_ref().filter(|handed| handed.serial == serial) else { return false };
         let language = handed.waiting.spec.language;
         let word = handed.word(execution.fed);
         if !matches!(word, Word::Untaken) {
@@ -437,6 +451,7 @@ impl Agent {
         if execution.has_printed() || !handed.take_back() {
             return false;
         }
+        let Some(handed) = self.handed.take() else { return false };
         self.last_serial += 1;
         execution.serial = self.last_serial;
         // Whoever was killed for its use of memory was not this program.
