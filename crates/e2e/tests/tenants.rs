@@ -172,36 +172,49 @@ except BlockingIOError: print(made)
     assert!(output.ok().trim().parse::<usize>().is_ok_and(|made| (50..64).contains(&made)), "{output:?}");
 }
 
-/// CHECKPOINTED is said before the sandbox is off the machine; its place is another's all the same.
+/// CHECKPOINTED is said before the sandbox is off the machine; its place is another's all the same, of one that is new and of one that comes back.
 #[tokio::test]
 async fn whoever_hears_that_a_sandbox_is_saved_may_have_another_at_once() {
     let volume = Volume::default();
     let keys = format!("alice:{},bob:{}", ALICE.1, BOB.1);
     let options = || volume.options().env("SANDBOXER_API_KEYS", keys.clone());
-    for (option, what) in [("--max-sandboxes", "the server's place"), ("--key-max-sandboxes", "the key's place")] {
+    for option in ["--max-sandboxes", "--key-max-sandboxes"] {
         let server = options().arg(option).arg("1").start();
-        let mut saved: Option<(String, String)> = None;
-        for turn in 0..4 {
-            let mut ws = match &saved {
-                // By turns a new one and one that comes back.
-                Some((path, token)) if turn % 2 == 1 => {
-                    let mut ws = Ws::connect(server.address(), path, &[ALICE, ("X-Sandbox-Token", token)]).await.unwrap();
-                    ws.expect_status("SANDBOX_RESTORING").await;
-                    let status = ws.next().await;
-                    assert_eq!(status["status"], "SANDBOX_RUNNING", "{what}, turn {turn}: {status}");
-                    ws
-                }
-                _ => {
-                    let mut ws = Ws::connect(server.address(), "/create", &[ALICE]).await.unwrap();
-                    ws.send(json!({"enable_checkpoint": true})).await;
-                    ws.expect_created().await;
-                    saved = Some((format!("/attach/{}", ws.sandbox_id), ws.sandbox_token.clone()));
-                    ws
-                }
+        let mut resting: Vec<(String, String)> = Vec::new();
+        for turn in 0..6 {
+            // By turns a new one, and the one that has rested for longest: never the one that has just been saved.
+            let mut ws = if turn < 2 || turn % 2 == 0 {
+                let mut ws = Ws::connect(server.address(), "/create", &[ALICE]).await.unwrap();
+                ws.send(json!({"enable_checkpoint": true})).await;
+                ws.expect_created().await;
+                ws
+            } else {
+                let (path, token) = resting.remove(0);
+                let mut ws = Ws::connect(server.address(), &path, &[ALICE, ("X-Sandbox-Token", &token)]).await.unwrap();
+                ws.expect_status("SANDBOX_RESTORING").await;
+                let status = ws.next().await;
+                assert_eq!(status["status"], "SANDBOX_RUNNING", "{option}, turn {turn}: {status}");
+                (ws.sandbox_id, ws.sandbox_token) = (path.trim_start_matches("/attach/").to_owned(), token);
+                ws
             };
             ws.send(json!({"action": "checkpoint"})).await;
             ws.expect_status("SANDBOX_CHECKPOINTING").await;
             ws.expect_status("SANDBOX_CHECKPOINTED").await;
+            resting.push((format!("/attach/{}", ws.sandbox_id), ws.sandbox_token.clone()));
         }
     }
+}
+
+/// A rate is mended by no place that becomes free: who is over it hears so at once, though a sandbox is just leaving.
+#[tokio::test]
+async fn a_rate_is_told_at_once_though_a_sandbox_is_leaving() {
+    let volume = Volume::default();
+    let server = volume.options().env("SANDBOXER_API_KEYS", format!("alice:{}", ALICE.1)).arg("--key-creates-per-minute").arg("1").start();
+    let mut ws = Ws::connect(server.address(), "/create", &[ALICE]).await.unwrap();
+    ws.send(json!({"enable_checkpoint": true})).await;
+    ws.expect_created().await;
+    ws.send(json!({"action": "checkpoint"})).await;
+    ws.expect_status("SANDBOX_CHECKPOINTING").await;
+    ws.expect_status("SANDBOX_CHECKPOINTED").await;
+    is_refused(&server, ALICE, "This API key has made 1 sandboxes within a minute, and may not make more. Try again later.").await;
 }

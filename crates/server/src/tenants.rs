@@ -62,6 +62,17 @@ impl Tenants {
         Ok(self.place(owner))
     }
 
+    /// Whether a key could make so many now if it had room for them: what it is refused for otherwise no place that becomes free mends.
+    pub(crate) fn may_make(&self, owner: Option<&str>, count: usize) -> Result<(), CreateError> {
+        let Some(owner) = owner else { return Ok(()) };
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let used = used.entry(owner.to_owned()).or_default();
+        if self.limits.sandboxes.is_some_and(|most| count > most) {
+            self.room_for(used, count)?;
+        }
+        self.rate_for(used, count)
+    }
+
     fn room_for(&self, used: &Used, count: usize) -> Result<(), CreateError> {
         let (live, Some(most)) = (used.live, self.limits.sandboxes) else { return Ok(()) };
         if live.saturating_add(count) <= most {
@@ -79,25 +90,31 @@ impl Tenants {
         let Some(owner) = owner else { return Ok(()) };
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         let used = used.entry(owner.to_owned()).or_default();
-        let refuse = |message: String| Err(CreateError::new(ErrorCode::RateLimited, message));
         self.room_for(used, count)?;
-        if let Some(most) = self.limits.creates_per_minute {
-            let now = Instant::now();
-            while used.made.front().is_some_and(|made| now.duration_since(*made) >= MINUTE) {
-                used.made.pop_front();
-            }
-            let made = used.made.len();
-            if made.saturating_add(count) > most {
-                return refuse(if made >= most {
-                    format!("This API key has made {most} sandboxes within a minute, and may not make more. Try again later.")
-                } else {
-                    format!("This API key has made {made} sandboxes within a minute and may make {most}: {count} more are too many now.")
-                });
-            }
-            used.made.extend(std::iter::repeat_n(now, count));
+        self.rate_for(used, count)?;
+        if self.limits.creates_per_minute.is_some() {
+            used.made.extend(std::iter::repeat_n(Instant::now(), count));
         }
         used.live += count;
         Ok(())
+    }
+
+    fn rate_for(&self, used: &mut Used, count: usize) -> Result<(), CreateError> {
+        let Some(most) = self.limits.creates_per_minute else { return Ok(()) };
+        let now = Instant::now();
+        while used.made.front().is_some_and(|made| now.duration_since(*made) >= MINUTE) {
+            used.made.pop_front();
+        }
+        let made = used.made.len();
+        if made.saturating_add(count) <= most {
+            return Ok(());
+        }
+        let message = if made >= most {
+            format!("This API key has made {most} sandboxes within a minute, and may not make more. Try again later.")
+        } else {
+            format!("This API key has made {made} sandboxes within a minute and may make {most}: {count} more are too many now.")
+        };
+        Err(CreateError::new(ErrorCode::RateLimited, message))
     }
 
     /// A sandbox of an earlier server process: it counts, whatever the limit is now.

@@ -255,10 +255,11 @@ impl Manager {
     async fn look_ahead(self: &Arc<Self>, checkpoints: &Checkpoints, id: SandboxId, stored: &Stored) -> Result<Option<Ready>, ArriveError> {
         let record = &stored.record;
         let (None, None, Some(name)) = (&record.owner, &record.tombstone, record.latest) else { return Ok(None) };
-        let any = || if self.slots.available_permits() > 0 { Ok(()) } else { Err(self.full()) };
-        self.leaving.room(any).await.map_err(|full| ArriveError::Later(ErrorCode::NoCapacity, full))?;
+        // Taken, so that no more is got ready than could be restored.
+        let slot = self.leaving.room(self.stopped(), || Arc::clone(&self.slots).try_acquire_owned()).await;
+        let slot = slot.map_err(|_| ArriveError::Later(ErrorCode::NoCapacity, self.full()))?;
         let why = match self.get_ready(checkpoints, id, name, Checkpoints::token_sha256(stored), Hurry::Somebody).await {
-            Ok(ready) => return Ok(Some(ready)),
+            Ok(ready) => return Ok(Some(Ready { slot: Some(slot), ..ready })),
             Err(why) => why,
         };
         // Somebody may have gone on with it, and removed what it was at.
@@ -303,7 +304,11 @@ impl Manager {
         let state = &found.state;
         let resources = state.config.limits.again(&self.settings.max_limits, &self.host).map_err(|error| error.message)?;
         let owner = state.owner.as_deref();
-        let place = self.leaving.room_of(owner, || self.tenants.admit_again(owner)).await.map_err(|error| error.message)?;
+        let place = match hurry {
+            Hurry::Somebody => self.leaving.room_of(owner, self.stopped(), || self.tenants.admit_again(owner)).await,
+            Hurry::Nobody => self.tenants.admit_again(owner),
+        };
+        let place = place.map_err(|error| error.message)?;
         let waited = self.container_from_pool(&found.image);
         let makes_one = waited.is_none() && (hurry == Hurry::Nobody || !checkpoints.has(&found).await);
         // What is made before the sandbox is held is not yet the sandbox, neither to the next server.
@@ -412,11 +417,8 @@ impl Restorer {
             manager.put_back_later(std::mem::take(&mut ahead));
         }
         let mut ready = ahead.arrived().await;
-        let slot = match ready.as_mut().and_then(|ready| ready.slot.take()) {
-            Some(slot) => Ok(slot),
-            None => manager.leaving.room(|| Arc::clone(&manager.slots).try_acquire_owned()).await,
-        };
-        let Ok(slot) = slot else {
+        let got = ready.as_mut().and_then(|ready| ready.slot.take());
+        let Ok(slot) = got.map_or_else(|| Arc::clone(&manager.slots).try_acquire_owned(), Ok) else {
             if let Some(ready) = ready {
                 manager.put_back(*ready).await;
             }

@@ -75,9 +75,9 @@ impl Manager {
         let template_name = config.filesystem_snapshot_name.clone();
         let config = self.check(config)?;
         let resources = config.limits.on_the_host(&asked, &self.host)?;
-        let place = self.leaving.room_of(owner.as_deref(), || self.tenants.admit(owner.as_deref())).await?;
-        let slot = self.leaving.room(|| self.slot()).await?;
-        // A server that stops has many that leave, and their places are nobody's.
+        self.tenants.may_make(owner.as_deref(), 1)?;
+        let place = self.leaving.room_of(owner.as_deref(), self.stopped(), || self.tenants.admit(owner.as_deref())).await?;
+        let slot = self.leaving.room(self.stopped(), || self.slot()).await?;
         going_on()?;
         let _busy = self.pool.busy();
         let template = self.template(template_name.as_deref(), owner.as_deref()).await?;
@@ -142,13 +142,12 @@ impl Manager {
     }
 
     pub(super) fn slot(&self) -> Result<OwnedSemaphorePermit, CreateError> {
-        Arc::clone(&self.slots).try_acquire_owned().map_err(|_| {
-            let most = self.settings.max_sandboxes;
-            CreateError::new(
-                ErrorCode::NoCapacity,
-                format!("This server has {most} sandboxes, and that is all it may have. Try again later."),
-            )
-        })
+        Arc::clone(&self.slots).try_acquire_owned().map_err(|_| self.no_capacity())
+    }
+
+    pub(super) fn no_capacity(&self) -> CreateError {
+        let most = self.settings.max_sandboxes;
+        CreateError::new(ErrorCode::NoCapacity, format!("This server has {most} sandboxes, and that is all it may have. Try again later."))
     }
 
     /// Everything that can be wrong with a configuration, before anything is made.

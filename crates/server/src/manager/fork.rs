@@ -77,8 +77,13 @@ impl Manager {
         let found = found.ok_or_else(|| CreateError::new(ErrorCode::UnknownSnapshot, "There is no such snapshot."))?;
         let resources = found.state.config.limits.again(&self.settings.max_limits, &self.host)?;
         let owner = found.state.owner.as_deref();
-        let places = self.leaving.room_of(owner, || self.tenants.admit_many(owner, count)).await?;
-        let slots = self.leaving.room(|| self.slots(count)).await?;
+        self.tenants.may_make(owner, count)?;
+        let places = self.leaving.room_of(owner, self.stopped(), || self.tenants.admit_many(owner, count)).await?;
+        let slots = if count <= self.settings.max_sandboxes {
+            self.leaving.room(self.stopped(), || self.slots(count)).await?
+        } else {
+            self.slots(count)?
+        };
         let _busy = self.pool.busy();
         let planned = (0..count).map(|_| self.plan(&found, resources)).collect();
         self.give_way();
@@ -110,8 +115,9 @@ impl Manager {
 
     /// Room for so many more.
     fn slots(&self, count: usize) -> Result<Vec<tokio::sync::OwnedSemaphorePermit>, CreateError> {
-        // Dropped, those that were got are free again.
-        (0..count).map(|_| self.slot()).collect()
+        let all = u32::try_from(count).ok().and_then(|count| Arc::clone(&self.slots).try_acquire_many_owned(count).ok());
+        let mut all = all.ok_or_else(|| self.no_capacity())?;
+        Ok((0..count).filter_map(|_| all.split(1)).collect())
     }
 
     /// One that finds a container that waits has its id.

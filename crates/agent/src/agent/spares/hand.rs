@@ -398,7 +398,7 @@ impl Agent {
         }
     }
 
-    /// No program reads the code of the one before.
+    /// No program is to read the code of the one before.
     fn remove_code_left(&mut self) {
         let starts = |execution: &Execution| matches!(execution.phase, Phase::Starting { .. });
         if self.spares.code_left.is_empty() || self.execution.as_ref().is_some_and(starts) {

@@ -30,9 +30,10 @@ impl Driver {
         }
         self.late.clear();
         let mut client = self.client.take();
-        // Those who hear of it may want its place at once.
-        let leaves = (!matches!(outcome, Outcome::LeftRunning)).then(|| self.leaving.begin(self.record.owner.as_deref()));
+        let mut leaves = None;
         if let Outcome::Checkpointed { .. } | Outcome::HandedOver = outcome {
+            // Those who hear of it may want its place at once.
+            leaves = Some(self.leaving.begin(self.record.owner.as_deref()));
             // It counts, and nothing of it here does.
             if let Some(reply) = self.asks.take(asks::What::Checkpoint) {
                 let _ = reply.send(Ok(asks::Told::Checkpointed));
