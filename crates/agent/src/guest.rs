@@ -37,7 +37,8 @@ use self::{
     write::Writing,
 };
 pub use self::{fault::Fault, watch::Watching};
-pub(crate) use self::{place::open_directory, write::create_beside};
+pub use self::place::open_directory;
+pub(crate) use self::write::create_beside;
 use crate::{
     pack::Packer,
     unpack::{Failure, Unpacker},
@@ -119,7 +120,7 @@ pub fn begin(root: BorrowedFd<'_>, ask: FileAsk, limits: Limits) -> Result<Begun
         FileAsk::Rename { path, to, replace } => rename(root, &path, &to, replace).map(|about| Begun::Done(Some(about))),
         FileAsk::MakeDirectory { path, mode, parents } => make_directory(root, &path, mode, parents).map(|about| Begun::Done(Some(about))),
         FileAsk::Watch { path, recursive } => {
-            let watching = Box::new(Watching::new(place::directory(root, &path, false)?, &path, recursive)?);
+            let watching = Box::new(Watching::new(root, place::directory(root, &path, false)?, &path, recursive)?);
             Ok(Begun::Going { work: Work::Watch(watching), about: None, start: 0, length: None })
         }
         FileAsk::Pack { path, live } => {

@@ -19,7 +19,7 @@ use std::{
 use nix::{
     fcntl::{AtFlags, OFlag, openat, renameat},
     sys::{
-        stat::{FchmodatFlags, Mode, SFlag, UtimensatFlags, fchmod, fchmodat, fstat, futimens, mkdirat, mknodat, utimensat},
+        stat::{Mode, SFlag, UtimensatFlags, fchmod, fstat, futimens, mkdirat, mknodat, utimensat},
         time::TimeSpec,
     },
     unistd::{LinkatFlags, UnlinkatFlags, fchown, fchownat, linkat, symlinkat, unlinkat},
@@ -261,7 +261,8 @@ impl Sink for Layer {
             Kind::Symlink { target } => symlinkat(OsStr::from_bytes(&target), parent, &*name).map_err(at_errno(&path))?,
             Kind::Fifo => {
                 mknodat(parent, &*name, SFlag::S_IFIFO, Mode::S_IRUSR | Mode::S_IWUSR, 0).map_err(at_errno(&path))?;
-                fchmodat(parent, &*name, Mode::from_bits_truncate(meta.mode), FchmodatFlags::FollowSymlink).map_err(at_errno(&path))?;
+                let fifo = open_fifo(parent, &name).map_err(at_errno(&path))?;
+                fchmod(&fifo, Mode::from_bits_truncate(meta.mode)).map_err(at_errno(&path))?;
             }
             Kind::Whiteout => return mknodat(parent, &*name, SFlag::S_IFCHR, Mode::empty(), 0).map_err(at_errno(&path)),
             Kind::HardLink { .. } | Kind::Opaque => return Ok(()),
@@ -361,6 +362,15 @@ impl Layer {
 }
 
 /// Before all else: changing the owner takes other things away.
+/// Opens the FIFO that was just made, and nothing that a guest has put in its place: a mode must not
+/// be set through a link, which would lead out of the guest.
+fn open_fifo(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, nix::Error> {
+    let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let fifo = openat(parent, name, flags, Mode::empty())?;
+    let found = SFlag::from_bits_truncate(fstat(&fifo)?.st_mode & SFlag::S_IFMT.bits());
+    if found == SFlag::S_IFIFO { Ok(fifo) } else { Err(nix::Error::ELOOP) }
+}
+
 fn own(file: BorrowedFd<'_>, path: &EntryPath, meta: &Meta) -> Result<(), Failure> {
     fchown(file, Some(meta.uid.into()), Some(meta.gid.into())).map_err(at_errno(path))
 }

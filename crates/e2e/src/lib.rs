@@ -49,7 +49,7 @@ pub use output::{Assembly, Outcome, sha256};
 pub use placement::{Gate, Placement};
 pub use points::FailPoints;
 pub use raw::{Frame, Opcode, Raw};
-pub use runsc::{Runsc, floor_runsc};
+pub use runsc::{Runsc, floor_runsc, runsc_exec};
 pub use server::{Options, Server, shared, shared_as};
 pub use terminal::Terminal;
 pub use tls::{Certificate, TlsTunnel};

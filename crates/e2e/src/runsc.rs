@@ -4,9 +4,10 @@ use std::{
     fs,
     os::unix::fs::{PermissionsExt, symlink},
     path::PathBuf,
+    process::Command,
 };
 
-use crate::Options;
+use crate::{DEADLINE, Options, Server, stderr_of, stdout_of};
 
 pub struct Runsc {
     dir: tempfile::TempDir,
@@ -59,6 +60,22 @@ pub fn floor_runsc() -> String {
     let path = data.join("sandboxer/floor/runsc");
     assert!(path.is_file(), "{} is missing: run scripts/setup --dev", path.display());
     path.to_str().unwrap().to_owned()
+}
+
+/// Runs a program in the agent's own root, as nothing but the host can, and returns its output.
+#[must_use]
+pub fn runsc_exec(server: &Server, sandbox_id: &str, argv: &[&str]) -> String {
+    let output = Command::new("timeout")
+        .arg(DEADLINE.as_secs().to_string())
+        .arg(real())
+        .arg("--root")
+        .arg(server.data_dir().join("runsc"))
+        .args(["exec", sandbox_id])
+        .args(argv)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", stderr_of(&output));
+    stdout_of(&output)
 }
 
 /// The one that a server would take: the one that is named, else the one that setup installed for this user, else the one in `PATH`.

@@ -4,7 +4,7 @@
 
 use std::{fs, io::Write as _, path::Path, process::Command};
 
-use sandboxer_e2e::{Files, Ws, http, sha256, shared, stderr_of};
+use sandboxer_e2e::{Files, Options, Ws, count, http, runsc_exec, sha256, shared, stderr_of};
 use serde_json::{Value, json};
 
 /// Bytes in which no two pieces are alike.
@@ -260,6 +260,49 @@ async fn a_directory_goes_out_and_in_as_an_archive() {
     // All of a sandbox, but not what is mounted in it.
     let all = files.call("GET", "/archive", "/", "", b"");
     assert!(all.status == 200 && all.bytes.len() > 50 << 20);
+    ws.expect_alive().await;
+}
+
+/// gVisor follows a link in spite of `O_NOFOLLOW` where a directory is asked for, and it does so from
+/// the agent's root: a guest that swaps a new directory for a link must gain nothing by it.
+#[tokio::test]
+async fn racing_guest_keeps_an_archive_inside_its_root() {
+    let server = Options::default().start();
+    let mut ws = Ws::create(&server).await;
+    let files = Files::of(&server, &ws.sandbox_id.clone());
+    let race = "
+import os, shutil, time
+os.makedirs('/root/race'); os.chdir('/root/race'); print('racing', flush=True)
+while True:
+    try: os.rmdir('d'); os.symlink('/tmp', 'd')
+    except FileNotFoundError: continue
+    except OSError: shutil.rmtree('d', ignore_errors=True); continue
+    time.sleep(0.0005)
+    os.unlink('d')
+";
+    ws.start(json!({"language": "python", "code": race})).await;
+    ws.until_output("stdout", "racing\n").await;
+    let mut archive = tar::Builder::new(Vec::new());
+    for number in 0..8 {
+        let mut header = tar::Header::new_ustar();
+        header.set_mode(0o644);
+        header.set_size(0);
+        archive.append_data(&mut header, format!("d/escaped-{number}"), &[][..]).unwrap();
+    }
+    let archive = archive.into_inner().unwrap();
+    for _ in 0..count(1000, 50_000) {
+        let answer = files.call("PUT", "/archive", "/root/race", "", &archive);
+        assert!(matches!(answer.status, 200 | 404 | 409 | 422 | 500), "{} {}", answer.status, answer.body);
+    }
+    // The agent's own root has no shell: what is listed there is listed by the image's own `ls`.
+    let library = "/rootfs/usr/lib/x86_64-linux-gnu";
+    let loader = format!("{library}/ld-linux-x86-64.so.2");
+    let listing = [&loader, "--library-path", library, "/rootfs/usr/bin/ls", "-A", "/tmp", "/"];
+    let listed = runsc_exec(&server, &ws.sandbox_id, &listing);
+    assert!(listed.contains("/tmp:\n") && listed.contains("rootfs"), "{listed}");
+    assert!(!listed.contains("escaped"), "the archive left the guest's root: {listed}");
+    ws.send(json!({"action": "kill_process"})).await;
+    ws.until_done().await;
     ws.expect_alive().await;
 }
 

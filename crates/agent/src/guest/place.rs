@@ -134,9 +134,15 @@ pub(super) fn directory(root: BorrowedFd<'_>, path: &GuestPath, make: bool) -> R
     }
 }
 
-/// Opens a directory that is no link. gVisor follows one at the end of a path in spite of `O_NOFOLLOW` if a directory is wanted, and from the agent's own root at
-/// that: so what was opened has to be what is there.
-pub(crate) fn open_directory(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, Errno> {
+/// Opens a directory that is not a symbolic link.
+///
+/// gVisor ignores `O_NOFOLLOW` where `O_DIRECTORY` is given too, and resolves the link from the
+/// agent's own root. Every directory of the guest is therefore opened here, and the result counts
+/// only if it has the identity of the name that stood in `parent` before.
+///
+/// # Errors
+/// The name does not exist, is a link or no directory, or changed meanwhile.
+pub fn open_directory(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, Errno> {
     let there = fstatat(parent, name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
     match kind_of(&there) {
         FileKind::Directory => {}

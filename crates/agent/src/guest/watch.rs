@@ -15,7 +15,7 @@ use std::{
 use nix::{
     dir::{Dir, OwningIter},
     fcntl::{AtFlags, openat},
-    sys::stat::{Mode, fstat, fstatat},
+    sys::stat::{FileStat, Mode, fstat, fstatat},
 };
 use sandboxer_protocol::{
     agent::{ChangeKind, FileChange, FileKind, GuestPath, Raw},
@@ -76,11 +76,18 @@ struct Scan {
 }
 
 impl Watching {
-    pub(super) fn new(dir: OwnedFd, path: &GuestPath, recursive: bool) -> Result<Self, Fault> {
+    pub(super) fn new(
+        guest_root: BorrowedFd<'_>,
+        dir: OwnedFd,
+        path: &GuestPath,
+        recursive: bool,
+    ) -> Result<Self, Fault> {
         let failed = |error: std::io::Error| Fault::of_io(&path.to_string(), &error);
         let inotify = Inotify::new().map_err(failed)?;
         let root = inotify.add(dir.as_fd(), MASK).map_err(failed)?;
-        let parent = if path.as_bytes() == b"/" { None } else { openat(&dir, c"..", DIRECTORY, Mode::empty()).ok() };
+        // A path such as `/a/..` names the guest's root, whose parent belongs to the agent.
+        let is_root = same_directory(guest_root, dir.as_fd()).map_err(at(path))?;
+        let parent = if is_root { None } else { openat(&dir, c"..", DIRECTORY, Mode::empty()).ok() };
         let parent = parent.map(|parent| inotify.add(parent.as_fd(), libc::IN_DELETE)).transpose().map_err(failed)?;
         let mut watching = Self {
             inotify,
@@ -300,6 +307,11 @@ impl Watching {
     }
 }
 
+fn same_directory(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> Result<bool, nix::Error> {
+    let identity = |found: FileStat| (found.st_dev, found.st_ino);
+    Ok(identity(fstat(one)?) == identity(fstat(other)?))
+}
+
 fn join(above: &[u8], name: &[u8]) -> Vec<u8> {
     if above.is_empty() { name.to_vec() } else { [above, b"/", name].concat() }
 }
@@ -312,7 +324,18 @@ mod tests {
 
     fn watch(dir: &std::path::Path, recursive: bool) -> Watching {
         let path = GuestPath::try_from(Raw::new("/watched")).unwrap();
-        Watching::new(fs::File::open(dir).unwrap().into(), &path, recursive).unwrap()
+        let root = fs::File::open("/").unwrap();
+        Watching::new(root.as_fd(), fs::File::open(dir).unwrap().into(), &path, recursive).unwrap()
+    }
+
+    #[test]
+    fn watched_root_has_no_watched_parent() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = fs::File::open(dir.path()).unwrap();
+        let path = GuestPath::try_from(Raw::new("/a/..")).unwrap();
+        let again = root.try_clone().unwrap().into();
+        let watching = Watching::new(root.as_fd(), again, &path, false).unwrap();
+        assert!(watching.parent.is_none());
     }
 
     /// All that is told until nothing is, as `kind path`.

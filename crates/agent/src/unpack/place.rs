@@ -9,7 +9,7 @@ use std::{
 
 use nix::{
     errno::Errno,
-    fcntl::{AtFlags, OFlag, openat},
+    fcntl::{AtFlags, OFlag},
     sys::stat::{Mode, SFlag, fchmod, fstat, fstatat, mkdirat},
     unistd::fchown,
 };
@@ -101,7 +101,9 @@ impl Place {
         let Some(name) = names.last() else { return Err(at(path)(io::ErrorKind::NotFound.into())) };
         let below = self.below(names, path)?;
         mkdirat(parent, *name, Mode::from_bits_truncate(0o755)).map_err(at_errno(path))?;
-        let dir = openat(parent, *name, OPEN, Mode::empty()).map_err(at_errno(path))?;
+        // A guest may put a link in the place of the new directory, and gVisor follows a link that
+        // `O_DIRECTORY` is asked of: only the directory itself is good.
+        let dir = open_directory(parent.as_fd(), name).map_err(at_errno(path))?;
         if let Some(below) = below {
             let about = fstat(&below).map_err(at_errno(path))?;
             fchown(&dir, Some(about.st_uid.into()), Some(about.st_gid.into())).map_err(at_errno(path))?;

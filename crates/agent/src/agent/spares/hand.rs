@@ -10,6 +10,7 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsStr,
     fmt::Write as _,
     fs::{self, File},
     io,
@@ -22,8 +23,8 @@ use std::{
 };
 
 use nix::{
-    fcntl::{AtFlags, OFlag, openat},
-    sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, stat},
+    fcntl::AtFlags,
+    sys::stat::{FileStat, SFlag, fstat, fstatat, stat},
     unistd::{UnlinkatFlags, unlinkat},
 };
 use sandboxer_agent::guest;
@@ -125,8 +126,7 @@ fn above<'a>(root: BorrowedFd<'_>, path: &'a str) -> Option<(Option<OwnedFd>, Op
 }
 
 fn open_directory(above: BorrowedFd<'_>, name: &str) -> Option<OwnedFd> {
-    let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    openat(above, name, flags, Mode::empty()).ok()
+    guest::open_directory(above, OsStr::new(name)).ok()
 }
 
 /// The directory that a path of the guest's leads to, without a link.
