@@ -141,7 +141,7 @@ impl Machine {
     }
 }
 
-const CHECKS: [fn(&Machine) -> Finding; 13] = [
+const CHECKS: [fn(&Machine) -> Finding; 12] = [
     runsc,
     host::user,
     host::user_namespaces,
@@ -151,8 +151,7 @@ const CHECKS: [fn(&Machine) -> Finding; 13] = [
     host::pool,
     host::spares,
     host::saving_at_the_end,
-    host::erofs_utils,
-    host::mmdebstrap,
+    host::image_tools,
     base_image,
     trial::sandbox,
 ];

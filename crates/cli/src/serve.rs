@@ -99,7 +99,7 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
 
     let scheme = if settings.tls.is_some() { "https" } else { "http" };
     let server = Server::start(settings, Arc::new(gvisor), images.clone(), host).await?;
-    tokio::task::spawn_blocking(move || images.prepare());
+    tokio::spawn(images.keep_preparing());
     println!("sandboxer listening on {scheme}://{}", server.address()?);
     if let Some(address) = server.metrics_address()? {
         println!("sandboxer serving metrics on http://{address}/metrics");

@@ -12,13 +12,15 @@ use crate::erofs::tool_error;
 use crate::error::{Doing, Error, Result};
 use crate::name::Digest;
 use crate::progress::Progress;
+use crate::tools::BuildRights;
 
 /// Raise it to have trees built anew that this recipe's text alone would not change.
 const RECIPE_VERSION: u32 = 1;
 const DEFAULT_SUITE: &str = "bookworm";
 
-/// Python with its whole standard library (gdbm and venv are packages of their own) and what people expect at a shell.
-const PACKAGES: [&str; 14] = [
+/// Python with its whole standard library (gdbm and venv are packages of their own), and the tools
+/// that people and agents expect at a shell.
+const PACKAGES: [&str; 20] = [
     "bash",
     "ca-certificates",
     "coreutils",
@@ -26,13 +28,19 @@ const PACKAGES: [&str; 14] = [
     "findutils",
     "git",
     "grep",
+    "jq",
+    "less",
+    "make",
+    "nano",
     "procps",
     "python-is-python3",
     "python3",
     "python3-gdbm",
     "python3-pip",
     "python3-venv",
+    "unzip",
     "util-linux",
+    "xz-utils",
 ];
 
 /// Nobody reads these in a sandbox. Licences stay.
@@ -111,6 +119,7 @@ impl Recipe {
 
     /// Runs mmdebstrap and writes the tree to `target`, a tar archive compressed by zstd.
     pub(crate) fn build(&self, target: &Path, progress: &dyn Progress) -> Result<()> {
+        BuildRights::detect().check()?;
         let mut command = self.command();
         let mut child = command
             .stdin(Stdio::null())
@@ -134,12 +143,8 @@ impl Recipe {
     }
 
     fn command(&self) -> Command {
-        // setpriv ends mmdebstrap, which then cleans up after itself, if this process is killed meanwhile.
-        let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "TERM", "mmdebstrap", "--variant=minbase", "--format=tar"]);
-        if !nix::unistd::Uid::effective().is_root() {
-            command.arg("--mode=fakechroot");
-        }
+        let mut command = BuildRights::detect().mmdebstrap();
+        command.args(["--variant=minbase", "--format=tar"]);
         command.arg(format!("--include={}", PACKAGES.join(",")));
         command.args(PATH_RULES.iter().map(|rule| format!("--dpkgopt={rule}")));
         command.args(host_apt_settings().into_iter().map(|setting| format!("--aptopt={setting}")));

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::name::{Digest, ImageRef};
+use crate::tools::MissingTools;
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -25,6 +26,9 @@ pub enum Error {
 
     #[error("{path} is no image that can be imported: {why}; give an OCI layout directory, or the file that `docker save` wrote")]
     NotAnImage { path: PathBuf, why: String },
+
+    #[error(transparent)]
+    ToolsMissing(#[from] MissingTools),
 
     #[error("{program} is not installed; run scripts/setup, or as root: apt-get install {package}")]
     ToolMissing { program: &'static str, package: &'static str },

@@ -40,6 +40,7 @@ mod progress;
 mod scratch;
 mod store;
 mod tar_reader;
+mod tools;
 mod tree;
 
 pub use agent::{AGENT, agent_digest};
@@ -50,3 +51,4 @@ pub use name::{BASE_NAME, Digest, ImageName, ImageRef, ParseError};
 pub use progress::{Progress, Silent, Update};
 pub use sandboxer_layer::{EntryPath, PathFault, check_symlink_target};
 pub use store::{Image, ImageStore, Source};
+pub use tools::{BuildRights, MissingTools, Tool};

@@ -1,6 +1,6 @@
 //! The image that sandboxes start from, and whether it is ready.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use sandboxer_image::{ImageRef, ImageStore, Update};
 use sandboxer_protocol::client::ErrorCode;
@@ -8,6 +8,10 @@ use tokio::sync::watch;
 use tracing::{error, info};
 
 use crate::manager::CreateError;
+
+/// The wait before the first retry of a failed build, and the longest one.
+const FIRST_RETRY: Duration = Duration::from_secs(2);
+const LONGEST_RETRY: Duration = Duration::from_secs(60);
 
 /// Where the base image stands.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,9 +52,25 @@ impl Images {
         self.base.subscribe()
     }
 
-    /// Builds the base image if it is not there. Blocks for a minute then: call it from a thread that may.
-    pub fn prepare(&self) {
-        let Some(store) = &self.store else { return };
+    /// Builds the base image unless it exists, and tries again after a failure, such as a missing
+    /// tool, until it succeeds. Each retry waits twice as long as the one before, up to a minute.
+    pub async fn keep_preparing(self) {
+        let mut wait = FIRST_RETRY;
+        loop {
+            let images = self.clone();
+            // A panic in a build counts as a failed try.
+            let prepared = tokio::task::spawn_blocking(move || images.prepare()).await.unwrap_or(false);
+            if prepared {
+                return;
+            }
+            tokio::time::sleep(wait).await;
+            wait = (wait * 2).min(LONGEST_RETRY);
+        }
+    }
+
+    /// Builds the base image unless it exists, which takes a minute, and returns whether it is ready.
+    fn prepare(&self) -> bool {
+        let Some(store) = &self.store else { return true };
         let progress = |update: Update<'_>| {
             #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 0 and 100")]
             let percent = (update.fraction * 100.0).clamp(0.0, 100.0) as u8;
@@ -69,12 +89,14 @@ impl Images {
                 info!(digest = %image.digest, "the base image is ready");
                 BaseImage::Ready(image.path)
             }
-            Err(fault) => {
-                error!(error = %fault, "the base image could not be prepared");
-                BaseImage::Failed(fault.to_string())
-            }
+            Err(fault) => BaseImage::Failed(fault.to_string()),
         };
+        let ready = matches!(outcome, BaseImage::Ready(_));
+        if let BaseImage::Failed(why) = &outcome {
+            error!(error = %why, "the base image could not be prepared; trying again");
+        }
         self.base.send_replace(outcome);
+        ready
     }
 
     /// The file of an image; none given: of the base image.

@@ -1,6 +1,5 @@
 //! What the machine offers: rights, limits, space, tools.
 
-use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -8,6 +7,7 @@ use std::process::{Command, Stdio};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::statvfs::statvfs;
 
+use sandboxer_image::BuildRights;
 use sandboxer_server::{SPARE_PAIR_MIB, available_memory};
 use sandboxer_store::{Pace, Place};
 
@@ -229,29 +229,21 @@ fn free_bytes(directory: &Path) -> Option<u64> {
     Some(space.blocks_available() * space.fragment_size())
 }
 
-pub(super) fn erofs_utils(machine: &Machine) -> Finding {
-    tools("erofs-utils", &["mkfs.erofs"], "makes image files", machine)
-}
-
-pub(super) fn mmdebstrap(machine: &Machine) -> Finding {
-    let programs: &[&str] = if machine.is_root { &["mmdebstrap"] } else { &["mmdebstrap", "fakechroot", "fakeroot"] };
-    tools("mmdebstrap", programs, "builds the base image", machine)
-}
-
-fn tools(name: &'static str, programs: &[&str], purpose: &str, machine: &Machine) -> Finding {
-    let missing: Vec<&str> = programs.iter().copied().filter(|program| !in_path(program)).collect();
-    if missing.is_empty() {
-        return Finding::ok(name, format!("{} ({purpose})", programs.join(", ")));
-    }
-    let finding = Finding::missing(
-        name,
-        format!("not installed: {} ({purpose})", missing.join(", ")),
-        format!("scripts/setup, or as root: apt-get install {name}"),
-    );
+/// The programs that build the base image. A user's server builds it as root of a namespace, which
+/// takes one program more than the user's own `sandboxer image build`.
+pub(super) fn image_tools(machine: &Machine) -> Finding {
+    const NAME: &str = "image tools";
+    let rights = match BuildRights::detect() {
+        BuildRights::User => BuildRights::NamespaceRoot,
+        other => other,
+    };
+    let finding = match rights.check() {
+        Ok(()) => {
+            let programs: Vec<&str> = rights.tools().iter().map(|tool| tool.program).collect();
+            Finding::ok(NAME, format!("{} (build the base image)", programs.join(", ")))
+        }
+        Err(missing) => Finding::missing(NAME, format!("not installed: {} (build the base image)", missing.programs()), missing.remedy()),
+    };
     // With an image at hand nothing has to be built.
     if machine.image.is_some() { finding } else { finding.required() }
-}
-
-fn in_path(program: &str) -> bool {
-    env::var_os("PATH").is_some_and(|path| env::split_paths(&path).any(|directory| directory.join(program).is_file()))
 }
