@@ -13,8 +13,9 @@ use crate::{
 
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Without --profile it is a gVisor sandbox of the server's own machine, which the options below \"gVisor sandboxes\" describe; what is \
-                        left out is as the server has it. It stays until its idle time is over, or `sandboxer rm`."
+    after_help = "Without --profile the command makes a gVisor sandbox on the server's own machine. The options under the heading \"gVisor \
+                        sandboxes\" describe that sandbox, and the server's defaults apply to what is left out. The sandbox stays until its \
+                        idle time is over or `sandboxer rm` removes it."
 )]
 pub(crate) struct Args {
     #[command(flatten)]

@@ -42,8 +42,8 @@ while True: signal.pause()
     assert_eq!(ws.until_done().await.ok(), "now 50 132\r\n");
 }
 
-/// How a program ends that is interrupted from its terminal as soon as it is ready. It has three tries: on a busy machine gVisor now and then does not tell a program of a signal
-/// (docs/design/2026-11-18-a-signal-that-is-not-told.md).
+/// How a program ends that is interrupted from its terminal as soon as it is ready. The program has three tries: on
+/// a busy machine bash now and then spins after Ctrl-C (docs/design/2026-11-18-a-signal-that-is-not-told.md).
 async fn interrupted(language: &str, code: &str) -> (Ws, Outcome) {
     for _ in 0..3 {
         let mut ws = Ws::create(shared()).await;

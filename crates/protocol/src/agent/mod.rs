@@ -54,6 +54,7 @@ pub use raw::{GuestPath, NoPath, Raw};
 pub use signal::{signal_name, signal_number};
 pub use spares::{ImageSpares, MAX_SPARES, MAX_WARM_MODULES, SpareConfig};
 
-/// The version of this conversation. A sandbox restored later still has the agent it was saved with, so a server speaks to an agent
-/// of an older version in that one's words.
+/// The version of this conversation, and the only one that a server speaks: it refuses an agent of any other version.
+/// A restored sandbox has the agent that it was saved with. Changes within a version are new fields with defaults, and
+/// new messages that an agent announces in [`FromAgent::HelloReply`].
 pub const AGENT_PROTOCOL_VERSION: u32 = 1;
