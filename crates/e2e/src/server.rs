@@ -59,6 +59,7 @@ pub struct Options {
     environment: Vec<(String, String)>,
     listen: Option<String>,
     ready: bool,
+    image: bool,
     prefix: Vec<String>,
 }
 
@@ -70,6 +71,7 @@ impl Default for Options {
             environment: Vec::new(),
             listen: Some("127.0.0.1:0".to_owned()),
             ready: true,
+            image: true,
             prefix: Vec::new(),
         }
     }
@@ -109,6 +111,13 @@ impl Options {
         self
     }
 
+    /// The server finds no image and builds one of its own.
+    #[must_use]
+    pub fn without_image(mut self) -> Self {
+        self.image = false;
+        self
+    }
+
     /// Don't wait for `/readyz`.
     #[must_use]
     pub fn not_waiting(mut self) -> Self {
@@ -122,13 +131,16 @@ impl Options {
         let home = tempfile::Builder::new().prefix("sbx-").tempdir_in("/tmp").unwrap().keep();
         let data = home.join("data");
         let log = home.join("server.log");
-        self.user.settle(&home);
+        self.user.settle(&home, self.image);
         let running = Running::start(&self, &home, &data, &log);
         Server { options: self, home, data, log, running }
     }
 
     fn command(&self, home: &Path, data: &Path) -> Command {
         let mut command = self.user.command(home);
+        if !self.image {
+            command.env("SANDBOXER_IMAGE_DIR", home.join("images"));
+        }
         if let Some((first, rest)) = self.prefix.split_first() {
             let mut outer = Command::new(first);
             outer.args(rest).arg(command.get_program()).stdin(Stdio::null());
@@ -238,6 +250,11 @@ impl Server {
     #[must_use]
     pub fn log_path(&self) -> &Path {
         &self.log
+    }
+
+    /// Waits until `/readyz` answers 200.
+    pub fn wait_until_ready(&self) {
+        self.running.wait_until_ready(&self.log);
     }
 
     /// The next line of its standard output, behind the one with its address.

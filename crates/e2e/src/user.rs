@@ -36,7 +36,8 @@ impl User {
     }
 
     /// Gives the user what it needs, below its home: what root has may lie where others can't look.
-    pub(crate) fn settle(self, home: &Path) {
+    /// Without `with_image` the user's image directory stays empty.
+    pub(crate) fn settle(self, home: &Path, with_image: bool) {
         if !self.becomes_another() {
             return;
         }
@@ -47,11 +48,13 @@ impl User {
         }
         let images = home.join("images");
         fs::create_dir(&images).unwrap();
-        for file in base_image() {
+        for file in if with_image { base_image() } else { &[] } {
             give(file, &images.join(file.file_name().unwrap()));
         }
         for path in [home, &images, &images.join("index.json")] {
-            chown(path, Some(NOBODY.into()), Some(NOBODY.into())).unwrap();
+            if path.exists() {
+                chown(path, Some(NOBODY.into()), Some(NOBODY.into())).unwrap();
+            }
         }
     }
 

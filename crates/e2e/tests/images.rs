@@ -4,11 +4,14 @@
 
 use std::{
     io::Write,
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::Command,
 };
 
-use sandboxer_e2e::{Options, Ws, command, shared, stderr_of, stdout_of};
+use sandboxer_e2e::{
+    Cli, DEADLINE, Options, User, Ws, command, eventually, shared, stderr_of, stdout_of,
+};
 use serde_json::{Value, json};
 
 /// Notes what it was told when it was started, and goes on waiting.
@@ -47,6 +50,43 @@ fn archive(dir: &Path, python: Option<&[u8]>) -> PathBuf {
     }
     image.into_inner().unwrap().flush().unwrap();
     path
+}
+
+/// A directory for `PATH` that has every program of the real one but the named ones.
+fn path_without(missing: &[&str]) -> tempfile::TempDir {
+    let dir = tempfile::Builder::new().prefix("sbx-path-").tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    for from in std::env::split_paths(&std::env::var_os("PATH").unwrap()) {
+        for entry in std::fs::read_dir(from).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            if !missing.iter().any(|missing| *missing == name) {
+                // The first of a name is the one that a shell would find.
+                let _ = std::os::unix::fs::symlink(entry.path(), dir.path().join(name));
+            }
+        }
+    }
+    dir
+}
+
+#[tokio::test]
+async fn first_serve_of_an_ordinary_user_builds_the_image() {
+    let path = path_without(&["mmdebstrap", "fakeroot"]);
+    let options = Options::default().user(User::Ordinary).without_image().not_waiting();
+    let server = options.env("PATH", path.path().to_str().unwrap()).start();
+    let told = || server.get("/readyz").body;
+    let missing = || told().contains("apt-get install mmdebstrap fakeroot");
+    eventually("the server says what is missing", DEADLINE, missing).await;
+    let client = Cli::new(&server);
+    let refused = client.output(["run", "--language", "python", "print('first')"]);
+    assert!(!refused.status.success() && stderr_of(&refused).contains("apt-get install"), "{}", stderr_of(&refused));
+
+    // Once the administrator has installed it, the server goes on by itself.
+    for program in ["mmdebstrap", "fakeroot"] {
+        std::os::unix::fs::symlink(Path::new("/usr/bin").join(program), path.path().join(program)).unwrap();
+    }
+    server.wait_until_ready();
+    let first = client.output(["run", "--language", "python", "print('first')"]);
+    assert_eq!((stdout_of(&first).as_str(), first.status.code()), ("first\n", Some(0)), "{}", stderr_of(&first));
 }
 
 /// An image of its own name, gone when the test is.
