@@ -3,7 +3,30 @@
 use std::{
     path::PathBuf,
     process::{Command, Output, Stdio},
+    sync::Once,
+    thread,
+    time::Duration,
 };
+
+use crate::soak;
+
+/// The longest that the tests of one binary take together, outside of soak runs.
+const LONGEST_RUN: Duration = Duration::from_secs(30 * 60);
+
+/// Ends this process with a message if its tests take longer than any run does, so that no fault can
+/// make a run wait for ever. Servers end with the process: their watchdogs see its end.
+fn bound_this_run() {
+    static BOUNDED: Once = Once::new();
+    BOUNDED.call_once(|| {
+        if !soak() {
+            thread::spawn(|| {
+                thread::sleep(LONGEST_RUN);
+                eprintln!("the tests of this binary still run after {LONGEST_RUN:?}: one of them hangs");
+                std::process::abort();
+            });
+        }
+    });
+}
 
 /// `SANDBOXER_BIN`, or the one that cargo built beside this test.
 #[must_use]
@@ -21,6 +44,7 @@ pub fn sandboxer() -> PathBuf {
 /// The binary with an environment that holds nothing of ours but where the images and runsc are.
 #[must_use]
 pub fn command() -> Command {
+    bound_this_run();
     let mut command = Command::new(sandboxer());
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();

@@ -73,7 +73,14 @@ async fn input_is_passed_on_byte_by_byte_and_ends_with_this_commands_own() {
 async fn a_first_interrupt_is_the_programs_and_a_second_kills_it() {
     let cli = Cli::new(shared());
     let id = cli.create(&[]);
-    let code = "import signal, sys\nsignal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\nprint('ready', flush=True)\nwhile True: signal.pause()";
+    let code = "
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+print('ready', flush=True)
+signal.sigwait([signal.SIGINT])
+print('interrupted', flush=True)
+while True: time.sleep(1)
+";
     let mut running = cli.spawn(["exec", &id, "--language", "python", code]);
     running.printed(1).await;
     running.signal(Signal::SIGINT);

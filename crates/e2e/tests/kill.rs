@@ -18,7 +18,7 @@ async fn a_signal_reaches_the_program() {
     let outcome = ws.until_done().await;
     assert_eq!((outcome.out(), outcome.exit_code()), ("caught\n", Some(9)));
 
-    ws.start(json!({"language": "python", "code": "import time\nprint('ready', flush=True)\ntime.sleep(1000)"})).await;
+    ws.start(json!({"language": "python", "code": "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.05)"})).await;
     ws.until_output("stdout", "ready\n").await;
     ws.send(json!({"action": "signal", "signal": "SIGINT"})).await;
     let outcome = ws.until_done().await;
