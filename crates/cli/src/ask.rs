@@ -165,17 +165,23 @@ impl Ask {
     pub(crate) fn snapshot_id(&self, beginning: &str) -> Result<String> {
         match self.find_snapshot(beginning)? {
             Some(found) => Ok(found),
-            None => bail!("no snapshot has an id that begins with {beginning}; `sandboxer snapshots list` lists them"),
+            None => bail!("no snapshot has the name {beginning:?} or an id that begins with it; `sandboxer snapshots list` lists them"),
         }
     }
 
-    /// None: there is none. Of a whole id nobody is asked.
-    pub(crate) fn find_snapshot(&self, beginning: &str) -> Result<Option<String>> {
-        if id(beginning)?.len() == FULL_ID {
-            return Ok(Some(beginning.to_owned()));
+    /// The id of the snapshot with this name, or with an id that begins like this. None: there is none.
+    /// The server is not asked about a whole id.
+    pub(crate) fn find_snapshot(&self, given: &str) -> Result<Option<String>> {
+        if given.len() == FULL_ID && given.parse::<SandboxId>().is_ok() {
+            return Ok(Some(given.to_owned()));
         }
-        let found = beginning_with(&self.list("/v1/snapshots")?, beginning);
-        if found.is_empty() { Ok(None) } else { only("snapshot", beginning, found).map(Some) }
+        let list = self.list("/v1/snapshots")?;
+        let named = named(&list, given);
+        if !named.is_empty() {
+            return only("snapshot", given, named).map(Some);
+        }
+        let found = if id(given).is_ok() { beginning_with(&list, given) } else { Vec::new() };
+        if found.is_empty() { Ok(None) } else { only("snapshot", given, found).map(Some) }
     }
 
     /// Says what to do about it.
@@ -256,6 +262,11 @@ fn beginning_with(list: &Value, beginning: &str) -> Vec<String> {
     ids.filter(|id| id.starts_with(beginning)).map(str::to_owned).collect()
 }
 
+fn named(list: &Value, name: &str) -> Vec<String> {
+    let items = list["items"].as_array().into_iter().flatten();
+    items.filter(|item| item["meta"]["name"] == name).map(|item| text(item, "id").to_owned()).collect()
+}
+
 fn only(what: &str, beginning: &str, mut found: Vec<String>) -> Result<String> {
     match found.pop() {
         Some(one) if found.is_empty() => Ok(one),
@@ -264,7 +275,7 @@ fn only(what: &str, beginning: &str, mut found: Vec<String>) -> Result<String> {
             let (count, more) = (found.len(), if found.len() > MAX_NAMED { ", …" } else { "" });
             found.truncate(MAX_NAMED);
             let plural = if what.ends_with('x') { "es" } else { "s" };
-            bail!("{count} {what}{plural} have an id that begins with {beginning}: {}{more}. Give more of it", found.join(", "))
+            bail!("{count} {what}{plural} have this name, or an id that begins with {beginning}: {}{more}. Give a whole id", found.join(", "))
         }
     }
 }
@@ -311,6 +322,9 @@ mod tests {
         let list = json!({ "items": [{ "id": "aab1" }, { "id": "aab2" }, { "id": "b" }] });
         let pick = |beginning| only("sandbox", beginning, beginning_with(&list, beginning));
         assert_eq!((pick("aab1").unwrap(), pick("b").unwrap()), ("aab1".to_owned(), "b".to_owned()));
+        let list = json!({ "items": [{ "id": "aab1", "meta": { "name": "before" } }, { "id": "aab2", "meta": {} }] });
+        assert_eq!(named(&list, "before"), ["aab1"]);
+        assert!(named(&list, "aab1").is_empty() && named(&list, "").is_empty());
         let error = pick("aa").unwrap_err().to_string();
         assert!(error.contains("2 sandboxes") && error.contains("aab1, aab2"), "{error}");
         assert!(id("../x").is_err() && id("").is_err());

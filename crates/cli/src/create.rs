@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Result;
+use sandboxer_client::Options;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -36,14 +37,68 @@ pub(crate) struct Args {
     metadata: Vec<(String, String)>,
 }
 
-#[derive(Debug, clap::Args)]
-struct Native {
+/// The options of `create` and `run` that say what is in a gVisor sandbox and what it may use.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Inside {
     /// Name or digest of the image to start from; see `sandboxer image ls`
     #[arg(long, value_name = "IMAGE")]
     image: Option<String>,
     /// The filesystem snapshot to start from; see `sandboxer fs-snapshot ls`
     #[arg(long, value_name = "NAME")]
     fs_snapshot: Option<String>,
+    /// Where programs start
+    #[arg(long, value_name = "DIR")]
+    cwd: Option<String>,
+    /// Most memory, in MiB
+    #[arg(long, value_name = "MIB")]
+    memory: Option<u64>,
+    /// Processors' worth of time
+    #[arg(long, value_name = "NUMBER")]
+    cpus: Option<f64>,
+    /// Most processes and threads
+    #[arg(long, value_name = "NUMBER")]
+    pids: Option<u32>,
+    /// Most that is written to files, in MiB
+    #[arg(long, value_name = "MIB")]
+    disk: Option<u64>,
+    /// A host that it may reach, such as example.com, *.example.org:443 or @pypi; may be given several times. Without any it has no network
+    #[arg(long, value_name = "HOST")]
+    allow: Vec<String>,
+}
+
+impl Inside {
+    /// The same options, for a sandbox that the client library makes.
+    pub(crate) fn on(&self, mut options: Options) -> Options {
+        let Self { image, fs_snapshot, cwd, memory, cpus, pids, disk, allow } = self;
+        if let Some(image) = image {
+            options = options.image(image);
+        }
+        if let Some(name) = fs_snapshot {
+            options = options.filesystem_snapshot(name);
+        }
+        if let Some(cwd) = cwd {
+            options = options.cwd(cwd);
+        }
+        if let Some(memory) = memory {
+            options = options.memory_mb(*memory);
+        }
+        if let Some(cpus) = cpus {
+            options = options.cpus(*cpus);
+        }
+        if let Some(pids) = pids {
+            options = options.pids(*pids);
+        }
+        if let Some(disk) = disk {
+            options = options.disk_mb(*disk);
+        }
+        allow.iter().fold(options, |options, host| options.allow_host(host))
+    }
+}
+
+#[derive(Debug, clap::Args)]
+struct Native {
+    #[command(flatten)]
+    inside: Inside,
     /// Keep it on the server's volume: it is saved when it is idle or the server stops, and goes on at any server of the volume
     #[arg(long)]
     checkpoint: bool,
@@ -62,24 +117,6 @@ struct Native {
     /// A variable of the environment of every program; may be given several times
     #[arg(long, short, value_name = "NAME=VALUE", value_parser = pair)]
     env: Vec<(String, String)>,
-    /// Where programs start
-    #[arg(long, value_name = "DIR")]
-    cwd: Option<String>,
-    /// Most memory, in MiB
-    #[arg(long, value_name = "MIB")]
-    memory: Option<u64>,
-    /// Processors' worth of time
-    #[arg(long, value_name = "NUMBER")]
-    cpus: Option<f64>,
-    /// Most processes and threads
-    #[arg(long, value_name = "NUMBER")]
-    pids: Option<u32>,
-    /// Most that is written to files, in MiB
-    #[arg(long, value_name = "MIB")]
-    disk: Option<u64>,
-    /// A host that it may reach, such as example.com or *.example.org:443; may be given several times. Without any it has no network
-    #[arg(long, value_name = "HOST")]
-    allow: Vec<String>,
     /// Let output that nobody fetches go, the oldest first, in place of making the program wait
     #[arg(long)]
     drop_output: bool,
@@ -97,8 +134,8 @@ pub(crate) fn texts(pairs: &[(String, String)]) -> Value {
 }
 
 fn body(args: &Args) -> Map<String, Value> {
-    let Native { image, fs_snapshot, checkpoint, autosave, handoff, delete_when_idle, idle_timeout, env, cwd, .. } = &args.native;
-    let Native { memory, cpus, pids, disk, allow, drop_output, .. } = &args.native;
+    let Native { inside, checkpoint, autosave, handoff, delete_when_idle, idle_timeout, env, drop_output } = &args.native;
+    let Inside { image, fs_snapshot, cwd, memory, cpus, pids, disk, allow } = inside;
     let limits: Map<String, Value> = [("memory_mb", json!(memory)), ("cpus", json!(cpus)), ("pids", json!(pids)), ("disk_mb", json!(disk))]
         .into_iter()
         .filter_map(said)

@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use crate::{
     EXIT_USAGE,
     ask::{Ask, pair},
+    create::Inside,
     input::Input,
     passing::{Ending, Leave, Others, block_on, collect, failed, pass_on, tell_timeout},
 };
@@ -41,6 +42,8 @@ pub(crate) struct RunArgs {
     /// A variable of its environment; may be given several times
     #[arg(long, short, value_name = "NAME=VALUE", value_parser = pair)]
     env: Vec<(String, String)>,
+    #[command(flatten, next_help_heading = "The sandbox")]
+    inside: Inside,
     /// The program itself, a file (its name ends in .py or .sh or has a slash in it), or - for the standard input
     #[arg(value_name = "CODE|FILE|-", allow_hyphen_values = true)]
     program: String,
@@ -119,7 +122,7 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
 async fn execute(args: &RunArgs, language: String, code: String) -> anyhow::Result<ExitCode> {
     let feed = args.program != "-" && !io::stdin().is_terminal();
     let options = Options::default().connection(args.ask.connection()?.open_within(OPEN_WITHIN)).idle_timeout(IDLE_TIMEOUT);
-    let sandbox = Sandbox::create(&args.ask.servers(), options).await.map_err(|error| args.ask.explain(error))?;
+    let sandbox = Sandbox::create(&args.ask.servers(), args.inside.on(options)).await.map_err(|error| args.ask.explain(error))?;
     let result = in_sandbox(args, &sandbox, language, code, feed).await;
     remove(sandbox, result.is_err()).await;
     result

@@ -154,8 +154,14 @@ pub(crate) fn snapshots(args: &SnapshotsArgs) -> Result<ExitCode> {
     match &args.command {
         SnapshotsCommand::List => {
             let list = args.ask.list("/v1/snapshots")?;
-            let fields = ["id", "sandbox_id", "status", "size_bytes", "host", "created_at"];
-            args.ask.print(&list, |list| table(&["ID", "SANDBOX", "STATUS", "BYTES", "HOST", "CREATED"], list, &fields))
+            let fields = ["id", "name", "sandbox_id", "status", "size_bytes", "host", "created_at"];
+            args.ask.print(&list, |list| {
+                let mut shown = list.clone();
+                for item in shown["items"].as_array_mut().into_iter().flatten() {
+                    item["name"] = item["meta"]["name"].clone();
+                }
+                table(&["ID", "NAME", "SANDBOX", "STATUS", "BYTES", "HOST", "CREATED"], &shown, &fields)
+            })
         }
         SnapshotsCommand::Get { id: one } => {
             let found = args.ask.ask("GET", &format!("/v1/snapshots/{}", args.ask.snapshot_id(one)?), None)?;

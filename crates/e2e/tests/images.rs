@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 const NOT_PYTHON: &[u8] = b"#!/bin/bash\nwarm=$(<\"$PYTHONPATH/warm\")\necho ${warm//$'\\n'/ } >>/tmp/warm\nread -r\n";
 
 /// Bash, what it needs, maybe something in the place of Python, and a file that tells the image: as `docker save` writes it.
-fn archive(dir: &Path, python: Option<&[u8]>) -> PathBuf {
+fn archive(dir: &Path, python: Option<&[u8]>, process: Value) -> PathBuf {
     let mut layer = tar::Builder::new(Vec::new());
     let mut add = |path: &str, bytes: &[u8], mode: u32| {
         let mut header = tar::Header::new_gnu();
@@ -37,7 +37,7 @@ fn archive(dir: &Path, python: Option<&[u8]>) -> PathBuf {
         add(library, &std::fs::read(library).unwrap(), 0o755);
     }
     let layer = layer.into_inner().unwrap();
-    let config = json!({"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{}", sandboxer_e2e::sha256(&layer))]}}).to_string();
+    let config = json!({"architecture": "amd64", "os": "linux", "config": process, "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{}", sandboxer_e2e::sha256(&layer))]}}).to_string();
     let config_name = format!("{}.json", sandboxer_e2e::sha256(config.as_bytes()));
     let manifest = json!([{"Config": config_name, "RepoTags": ["small:latest"], "Layers": ["layer.tar"]}]).to_string();
     let path = dir.join("small.tar");
@@ -94,10 +94,14 @@ struct Imported(String);
 
 impl Imported {
     fn new(what: &str, python: Option<&[u8]>, arguments: &[&str]) -> Self {
+        Self::with_process(what, python, arguments, json!({}))
+    }
+
+    fn with_process(what: &str, python: Option<&[u8]>, arguments: &[&str], process: Value) -> Self {
         let name = format!("e2e-{what}-{}", std::process::id());
         let dir = tempfile::tempdir().unwrap();
         let output =
-            command().args(["image", "import", "--name", &name]).args(arguments).arg(archive(dir.path(), python)).output().unwrap();
+            command().args(["image", "import", "--name", &name]).args(arguments).arg(archive(dir.path(), python, process)).output().unwrap();
         assert!(output.status.success(), "{}", stderr_of(&output));
         Self(name)
     }
@@ -107,6 +111,21 @@ impl Drop for Imported {
     fn drop(&mut self) {
         let _ = command().args(["image", "rm", &self.0]).output();
     }
+}
+
+#[tokio::test]
+async fn imported_image_gives_its_environment_and_directory() {
+    let process = json!({"Env": ["PATH=/opt/none:/usr/bin:/bin", "FROM_IMAGE=yes", "BOTH=image"], "WorkingDir": "/etc",
+        "User": "1000", "Entrypoint": ["/bin/bash"], "Cmd": ["-l"]});
+    let image = Imported::with_process("process", None, &[], process);
+    let mut ws = Ws::create_with(shared(), json!({"image": image.0, "env": {"BOTH": "creator"}})).await;
+    let code = "pwd; echo $PATH $FROM_IMAGE $BOTH $UID";
+    assert_eq!(ws.bash(code).await.ok(), "/etc\n/opt/none:/usr/bin:/bin yes creator 0\n");
+    let mut ws = Ws::create_with(shared(), json!({"image": image.0, "cwd": "/"})).await;
+    assert_eq!(ws.bash("pwd").await.ok(), "/\n", "the creator's directory wins");
+    let listed: Value = serde_json::from_str(&stdout_of(&command().args(["image", "ls", "--json"]).output().unwrap())).unwrap();
+    let shown = listed["items"].as_array().unwrap().iter().find(|item| item["name"] == image.0.as_str()).unwrap();
+    assert_eq!((&shown["user"], &shown["cmd"]), (&json!("1000"), &json!(["-l"])), "{shown}");
 }
 
 #[tokio::test]

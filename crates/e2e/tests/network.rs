@@ -178,6 +178,15 @@ def socks(kind, address, port):
     s.sendall(b'\x05\x01\x00' + kind + address + port.to_bytes(2, 'big'))
     return s.recv(10)[1]
 print('literal', connect('127.0.0.1:443'), connect('[::1]:443'), connect('169.254.169.254:80'), connect('8.8.8.8:443'), plain('http://127.0.0.1/'))
+def closing(version, more):
+    s = socket.create_connection(proxy)
+    s.settimeout(60)
+    s.sendall(f'CONNECT evil.invalid:443 HTTP/{{version}}\r\nHost: x\r\n{{more}}\r\n'.encode())
+    import time; time.sleep(0.3)  # The answer and the end are there before the first read.
+    said = b''
+    while piece := s.recv(4096): said += piece
+    return said.split(b' ')[1].decode()
+print('closing', closing('1.0', ''), closing('1.1', 'Connection: close\r\n'))
 print('numbers', connect('2130706433:443'), connect('127.1:80'), plain('http://0x7f000001/'))
 print('loopback', connect('loop.test:443'), connect('LOOP.TEST:443'), connect('loop.test.:443'))
 print('metadata', connect('meta.test:80'), plain('http://meta.test/latest/'))
@@ -198,7 +207,7 @@ print('dialled', connect('rebound.test:443'), socks(b'\x03', b'\x0crebound.test'
     let seen = ws.python(&script).await;
     assert_eq!(
         seen.ok(),
-        "literal 403 403 403 403 403\nnumbers 400 400 400\nloopback 403 403 403\nmetadata 403 403\nprivate 403\nmapped 403 403\nport 403\nown 403\n\
+        "literal 403 403 403 403 403\nclosing 403 403\nnumbers 400 400 400\nloopback 403 403 403\nmetadata 403 403\nprivate 403\nmapped 403 403\nport 403\nown 403\n\
          denied 403\nidn 400\nunlisted 403 403\ninjected 400 400\ninside 403\ntricks 400 400 400 400 400\nsocks 2 2 2 2\ndialled 502 5\n"
     );
     let log = log_of(&server, &ws);
@@ -208,7 +217,7 @@ print('dialled', connect('rebound.test:443'), socks(b'\x03', b'\x0crebound.test'
     assert_eq!(verdicts("not_connected"), 2, "{log:?}");
     assert_eq!(
         ["not_allowed", "address_refused", "denied", "malformed"].map(verdicts),
-        [13, 9, 1, 11],
+        [15, 9, 1, 11],
         "each is written down, and none twice: {log:?}"
     );
     internet.hosts(&[("127.0.0.1", "rebound.test")]);

@@ -33,6 +33,13 @@ pub(crate) struct Record {
     pub(crate) env: Vec<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) working_dir: Option<String>,
+    /// The user, entry point and command of an imported image. They are shown and not applied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) user: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) entrypoint: Vec<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) cmd: Vec<String>,
 }
 
 /// Where an image came from.

@@ -16,14 +16,15 @@ use blobs::Blobs;
 
 /// Manifests and configurations are small; whoever sends a larger one means harm.
 const MAX_JSON_BYTES: u64 = 4 << 20;
+/// The environment of an image, which every execution gets.
+const MAX_ENV_BYTES: usize = 64 * 1024;
 /// An index may name another index (one a platform); deeper is not used.
 const MAX_INDEX_DEPTH: usize = 4;
 
-/// What is kept of an image's configuration.
+/// The result of unpacking an image.
 #[derive(Debug, Default)]
 pub(crate) struct Imported {
-    pub(crate) env: Vec<String>,
-    pub(crate) working_dir: Option<String>,
+    pub(crate) process: ProcessConfig,
     /// Device nodes and the like.
     pub(crate) left_out: u64,
 }
@@ -73,13 +74,20 @@ struct ImageConfig {
     rootfs: RootFs,
 }
 
-#[derive(Deserialize, Default)]
+/// How an image wants its program to be started.
+#[derive(Debug, Deserialize, Default)]
 #[serde(rename_all = "PascalCase")]
-struct ProcessConfig {
+pub(crate) struct ProcessConfig {
     #[serde(default)]
-    env: Option<Vec<String>>,
+    pub(crate) env: Option<Vec<String>>,
     #[serde(default)]
-    working_dir: Option<String>,
+    pub(crate) working_dir: Option<String>,
+    #[serde(default)]
+    pub(crate) user: Option<String>,
+    #[serde(default)]
+    pub(crate) entrypoint: Option<Vec<String>>,
+    #[serde(default)]
+    pub(crate) cmd: Option<Vec<String>>,
 }
 
 #[derive(Deserialize)]
@@ -110,11 +118,11 @@ pub(crate) fn unpack(source: &Path, work: &Path, tree: &mut Tree, mut limits: Li
         left_out += unpack_layer(&blobs, layer, tree, &mut limits)?;
     }
     let process = config.config.unwrap_or_default();
-    Ok(Imported {
-        env: process.env.unwrap_or_default(),
-        working_dir: process.working_dir.filter(|directory| !directory.is_empty()),
-        left_out,
-    })
+    let env_bytes: usize = process.env.iter().flatten().map(String::len).sum();
+    if env_bytes > MAX_ENV_BYTES {
+        return Err(Error::refused("image", format!("its environment is larger than {MAX_ENV_BYTES} bytes")));
+    }
+    Ok(Imported { process, left_out })
 }
 
 fn from_oci(source: &Path, blobs: &Blobs) -> Result<(ImageConfig, Vec<LayerSource>)> {

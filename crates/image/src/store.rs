@@ -46,6 +46,14 @@ pub struct Image {
     pub env: Vec<String>,
     /// The directory that an imported image asks to start in.
     pub working_dir: Option<String>,
+    /// The user that an imported image asks for. Programs run as root all the same.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// The program of an imported image. A sandbox starts none by itself.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub entrypoint: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub cmd: Vec<String>,
 }
 
 impl ImageStore {
@@ -111,6 +119,9 @@ impl ImageStore {
             agent: agent_digest().clone(),
             env: Vec::new(),
             working_dir: None,
+            user: None,
+            entrypoint: Vec::new(),
+            cmd: Vec::new(),
         })
     }
 
@@ -139,14 +150,17 @@ impl ImageStore {
             imported = oci::unpack(&source, scratch.path(), system, limits, progress)?;
             finish::imported_tree(system)
         })?;
-        let left_out = imported.left_out;
+        let oci::Imported { process, left_out } = imported;
         let image = self.publish(&file, name, |digest| Record {
             digest,
             created_at: jiff::Timestamp::now(),
             source: Source::Imported { from: source },
             agent: agent_digest().clone(),
-            env: imported.env,
-            working_dir: imported.working_dir,
+            env: process.env.unwrap_or_default(),
+            working_dir: process.working_dir.filter(|directory| !directory.is_empty()),
+            user: process.user.filter(|user| !user.is_empty()),
+            entrypoint: process.entrypoint.unwrap_or_default(),
+            cmd: process.cmd.unwrap_or_default(),
         })?;
         Ok((image, left_out))
     }
@@ -226,6 +240,9 @@ impl ImageStore {
             agent: record.map(|record| record.agent.clone()),
             env: record.map(|record| record.env.clone()).unwrap_or_default(),
             working_dir: record.and_then(|record| record.working_dir.clone()),
+            user: record.and_then(|record| record.user.clone()),
+            entrypoint: record.map(|record| record.entrypoint.clone()).unwrap_or_default(),
+            cmd: record.map(|record| record.cmd.clone()).unwrap_or_default(),
         })
     }
 

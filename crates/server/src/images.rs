@@ -1,9 +1,14 @@
 //! The image that sandboxes start from, and whether it is ready.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
-use sandboxer_image::{ImageRef, ImageStore, Update};
-use sandboxer_protocol::client::ErrorCode;
+use sandboxer_image::{Digest, Image, ImageRef, ImageStore, Update};
+use sandboxer_protocol::{client::ErrorCode, limits::MAX_PATH_BYTES};
 use tokio::sync::watch;
 use tracing::{error, info};
 
@@ -19,6 +24,27 @@ pub enum BaseImage {
     Preparing { percent: u8, doing: String },
     Ready(PathBuf),
     Failed(String),
+}
+
+/// What executions get from their image where their sandbox asked for nothing else.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct ImageDefaults {
+    pub(crate) env: BTreeMap<String, String>,
+    pub(crate) cwd: Option<String>,
+}
+
+impl ImageDefaults {
+    /// An entry of the environment that no program could be given, and a relative directory, are
+    /// left out: whoever made the image is not trusted.
+    fn of(image: &Image) -> Self {
+        let pair = |entry: &String| entry.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let is_good = |(name, value): &(String, String)| !name.is_empty() && !name.contains('\0') && !value.contains('\0');
+        let is_path = |dir: &String| dir.starts_with('/') && dir.len() <= MAX_PATH_BYTES && !dir.contains('\0');
+        Self {
+            env: image.env.iter().filter_map(pair).filter(is_good).collect(),
+            cwd: image.working_dir.clone().filter(is_path),
+        }
+    }
 }
 
 /// Finds images. Cheap to clone.
@@ -97,6 +123,15 @@ impl Images {
         }
         self.base.send_replace(outcome);
         ready
+    }
+
+    /// The environment and the working directory that an imported image asks for.
+    pub(crate) async fn defaults(&self, image: &Path) -> ImageDefaults {
+        let is_base = matches!(self.base(), BaseImage::Ready(base) if base == image);
+        let digest = image.file_stem().and_then(|stem| stem.to_str()).and_then(|stem| stem.parse::<Digest>().ok());
+        let (Some(store), Some(digest), false) = (self.store.clone(), digest, is_base) else { return ImageDefaults::default() };
+        let found = tokio::task::spawn_blocking(move || store.resolve(&digest.into())).await;
+        found.ok().and_then(Result::ok).map(|image| ImageDefaults::of(&image)).unwrap_or_default()
     }
 
     /// The file of an image; none given: of the base image.

@@ -20,7 +20,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { memory_mb: 1024, cpus: 1.0, pids: 256, disk_mb: 512 }
+        Self { memory_mb: 2048, cpus: 1.0, pids: 256, disk_mb: 1536 }
     }
 }
 

@@ -55,6 +55,17 @@ fn the_language_of_a_file_is_told_by_its_name() {
 }
 
 #[test]
+fn run_takes_the_options_of_create() {
+    let options = ["-l", "bash", "--memory", "96", "--disk", "48", "--pids", "32", "--cwd", "/srv"];
+    let code = "pwd; df -m --output=size / | tail -1 | tr -d ' '; (ulimit -u; true) >/dev/null";
+    let output = finish(&[&options[..], &[code]].concat(), b"");
+    assert_eq!(stdout_of(&output), "/srv\n48\n", "{}", stderr_of(&output));
+    let output = finish(&["-l", "bash", "--image", "no-such-image", "true"], b"");
+    assert_eq!(output.status.code(), Some(125));
+    assert!(stderr_of(&output).contains("no-such-image"), "{}", stderr_of(&output));
+}
+
+#[test]
 fn json_is_one_object() {
     let output = finish(&["-l", "bash", "--json", "--timeout", "10", "echo out; echo err >&2; sleep 100"], b"");
     let object: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -280,6 +280,9 @@ fn concurrent_writers_of_the_index_lose_nothing() {
         agent: agent_digest().clone(),
         env: Vec::new(),
         working_dir: None,
+        user: None,
+        entrypoint: Vec::new(),
+        cmd: Vec::new(),
     };
     let reads = AtomicUsize::new(0);
     thread::scope(|scope| {

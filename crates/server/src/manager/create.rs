@@ -82,6 +82,8 @@ impl Manager {
         let _busy = self.pool.busy();
         let template = self.template(template_name.as_deref(), owner.as_deref()).await?;
         let image = self.image_for(template.as_ref(), image.as_deref()).await?;
+        let defaults = self.images.defaults(&image).await;
+        let config = config.over(defaults);
         let class = Class { image: image.clone(), limits: config.limits };
         let waited = if template.is_none() { self.from_pool(&class).await } else { None };
         self.give_way();

@@ -1,7 +1,6 @@
 //! A sandbox as those see it who want something of it, and the way to its driver.
 
 use std::{
-    collections::BTreeMap,
     path::Path,
     sync::{
         Arc,
@@ -28,7 +27,8 @@ use crate::{
         client::ClientPort,
         driver::{Attachment, Command},
         last_use::LastUse,
-        record::Record,
+        execution::ExecutionView,
+        record::{Record, SandboxConfig},
         streams::NoWay,
         transfers,
         tunnel::TunnelStream,
@@ -50,7 +50,8 @@ pub(crate) struct Handle {
     /// Which API key it belongs to.
     pub(crate) owner: Option<Arc<str>>,
     pub(crate) created_at: jiff::Timestamp,
-    pub(crate) metadata: Arc<BTreeMap<String, String>>,
+    pub(crate) config: Arc<SandboxConfig>,
+    pub(crate) image: Arc<Path>,
     pub(super) last_use: LastUse,
     /// The lease on it, if it is kept on the volume.
     pub(super) lease: Option<LeaseView>,
@@ -106,6 +107,14 @@ impl Handle {
         answer.await.ok()
     }
 
+    /// The execution that runs, or the last one. None: there was none, or the sandbox is gone from
+    /// here.
+    pub(crate) async fn execution(&self) -> Option<ExecutionView> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Look { reply }).await.ok()?;
+        answer.await.ok()?
+    }
+
     /// One that a test plays the driver of.
     #[cfg(test)]
     pub(crate) fn played() -> (Self, mpsc::Receiver<Command>) {
@@ -118,7 +127,8 @@ impl Handle {
             generation: Arc::default(),
             owner: None,
             created_at: jiff::Timestamp::UNIX_EPOCH,
-            metadata: Arc::default(),
+            config: Arc::default(),
+            image: Arc::from(Path::new("")),
             last_use: LastUse::at(jiff::Timestamp::UNIX_EPOCH),
             lease: None,
             network: Arc::new(NetworkView { rules: Vec::new(), log: Log::of_none(Path::new("")) }),

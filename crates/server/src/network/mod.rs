@@ -7,6 +7,7 @@
 
 mod address;
 mod dial;
+mod lingering;
 mod link;
 mod log;
 mod meter;

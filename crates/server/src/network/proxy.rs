@@ -32,6 +32,7 @@ use tracing::debug;
 
 use super::{
     Shared,
+    lingering::Lingering,
     meter::Metered,
     policy::{self, Kind, Open, Record, Refusal},
     socks,
@@ -129,8 +130,10 @@ async fn copied(program: &mut (impl AsyncRead + AsyncWrite + Unpin), stream: &mu
     }
 }
 
-/// A tunnel that was asked for, to be carried once the answer was sent.
-type Asked = Arc<Mutex<Option<(OnUpgrade, Open)>>>;
+/// The last tunnel that was asked for, and its connection unless it was refused. hyper hands over the
+/// program's stream after the answer to any CONNECT that ends the connection, so a refused tunnel is
+/// kept too: its stream has to be ended, not dropped.
+type Asked = Arc<Mutex<Option<(OnUpgrade, Option<Open>)>>>;
 
 async fn serve_http(stream: TunnelStream, shared: Arc<Shared>) {
     let asked = Asked::default();
@@ -142,7 +145,7 @@ async fn serve_http(stream: TunnelStream, shared: Arc<Shared>) {
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_WITHIN)
         .max_buf_size(MAX_HEAD_BYTES)
-        .serve_connection(TokioIo::new(stream), service)
+        .serve_connection(TokioIo::new(Lingering::new(stream)), service)
         .with_upgrades()
         .await;
     if let Err(error) = served {
@@ -153,10 +156,14 @@ async fn serve_http(stream: TunnelStream, shared: Arc<Shared>) {
         return debug!(%error, "a program did not speak to the proxy as one does");
     }
     let asked = asked.lock().ok().and_then(|mut asked| asked.take());
-    if let Some((upgrade, open)) = asked
-        && let Ok(upgraded) = upgrade.await
-    {
-        carry(TokioIo::new(upgraded), open).await;
+    let Some((upgrade, open)) = asked else { return };
+    // Without an upgrade hyper has ended the stream itself.
+    let Ok(upgraded) = upgrade.await else { return };
+    let mut stream = TokioIo::new(upgraded);
+    match open {
+        Some(open) => carry(stream, open).await,
+        // A stream that breaks now has no reader for the refusal.
+        None => drop(stream.shutdown().await),
     }
 }
 
@@ -207,15 +214,25 @@ async fn malformed(shared: &Arc<Shared>, via: &str, asked: &str, message: &str) 
 }
 
 async fn tunnel(mut request: Request<Incoming>, shared: &Arc<Shared>, asked: &Asked) -> Result<Response<Body>, Refusal> {
+    let upgrade = hyper::upgrade::on(&mut request);
+    let opened = opened(&request, shared).await;
+    let (open, answer) = match opened {
+        Ok(open) => (Some(open), Ok(Response::new(Body::empty()))),
+        Err(refusal) => (None, Err(refusal)),
+    };
+    if let Ok(mut asked) = asked.lock() {
+        *asked = Some((upgrade, open));
+    }
+    answer
+}
+
+/// The connection to where a CONNECT leads.
+async fn opened(request: &Request<Incoming>, shared: &Arc<Shared>) -> Result<Open, Refusal> {
     let wanted = request.uri().authority().and_then(|authority| target(authority, None));
     let Some((host, port)) = wanted else {
         return Err(malformed(shared, "connect", host_of(request.uri()), "CONNECT needs a name and a port").await);
     };
-    let open = policy::open(shared, "connect", &host, port).await?;
-    if let Ok(mut asked) = asked.lock() {
-        *asked = Some((hyper::upgrade::on(&mut request), open));
-    }
-    Ok(Response::new(Body::empty()))
+    policy::open(shared, "connect", &host, port).await
 }
 
 async fn forward(mut request: Request<Incoming>, shared: &Arc<Shared>) -> Result<Response<Body>, Refusal> {

@@ -45,7 +45,7 @@ use super::{
     admission::Moment,
     asks::{self, Ask, Asks},
     client::{ClientPort, FromClient},
-    execution::Execution,
+    execution::{Execution, ExecutionView},
     files::{self, Packing, Progress},
     host::SandboxHost,
     last_use::LastUse,
@@ -94,6 +94,10 @@ pub(crate) enum Command {
     Way {
         port: u16,
         reply: WayReply,
+    },
+    /// A caller wants to know which execution there is.
+    Look {
+        reply: oneshot::Sender<Option<ExecutionView>>,
     },
     /// Another instance wants the sandbox.
     AskedFor {
@@ -439,6 +443,8 @@ impl Driver {
                 self.on_way(port, reply);
             }
             Command::Abandon => return Some(Outcome::Drained),
+            // A caller that no longer waits needs no answer.
+            Command::Look { reply } => drop(reply.send(self.execution.as_ref().map(ExecutionView::of))),
             Command::AskedFor { reply } => self.on_asked_for(reply),
             Command::Leave { turn } => return self.on_turn_to_leave(turn),
             Command::Quiet { reply } => self.on_quiet(reply),

@@ -25,6 +25,19 @@ pub(crate) struct Note {
     pub(crate) tty: bool,
 }
 
+/// The execution of a sandbox, for a caller that only looks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ExecutionView {
+    pub(crate) id: Arc<ExecutionId>,
+    pub(crate) running: bool,
+}
+
+impl ExecutionView {
+    pub(crate) fn of(execution: &Execution) -> Self {
+        Self { id: Arc::clone(&execution.id), running: execution.is_live() }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) enum State {
     /// The agent was asked to start it.

@@ -18,7 +18,7 @@ pub(crate) mod asks;
 pub(crate) mod client;
 mod delivery;
 pub(crate) mod driver;
-mod execution;
+pub(crate) mod execution;
 pub(crate) mod farewell;
 pub(crate) mod files;
 pub(crate) mod host;

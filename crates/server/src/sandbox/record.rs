@@ -17,7 +17,7 @@ use sandboxer_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::{limits::Limits, network::Rule};
+use crate::{images::ImageDefaults, limits::Limits, network::Rule};
 
 pub(crate) const RECORD_VERSION: u32 = 1;
 const FILE: &str = "record.json";
@@ -82,6 +82,17 @@ pub(crate) struct SandboxConfig {
     /// What its programs may reach, of what the server allows; none: it has no network.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) network: Vec<Rule>,
+}
+
+impl SandboxConfig {
+    /// Takes from its image what its creator left open.
+    pub(crate) fn over(mut self, image: ImageDefaults) -> Self {
+        let mut env = image.env;
+        env.append(&mut self.env);
+        self.env = env;
+        self.cwd = self.cwd.or(image.cwd);
+        self
+    }
 }
 
 /// Why a sandbox that an earlier server left can't be taken up.

@@ -33,6 +33,8 @@ use crate::{
     sandbox::{
         client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
         driver::Attachment,
+        execution::ExecutionView,
+        record::SandboxConfig,
     },
     settings::Settings,
 };
@@ -40,6 +42,8 @@ use crate::{
 /// How long the end of a sandbox may take.
 const END_WITHIN: Duration = Duration::from_secs(60);
 
+/// How long a sandbox may take to tell which program it runs.
+const TELLS_WITHIN: Duration = Duration::from_secs(1);
 /// How long the volume may take to say what it has.
 const LOOK_WITHIN: Duration = Duration::from_secs(30);
 
@@ -54,6 +58,12 @@ pub(crate) struct NativeSandbox {
     pub(crate) generation: u64,
     /// What it was made from.
     pub(crate) snapshot_id: Option<SnapshotId>,
+    /// Its configuration, where it is in memory here or was read from the volume.
+    pub(crate) config: Option<Arc<SandboxConfig>>,
+    /// The digest of its image.
+    pub(crate) image: Option<String>,
+    /// The execution that runs or ran last, where its driver was asked.
+    pub(crate) execution: Option<ExecutionView>,
 }
 
 impl From<&Handle> for NativeSandbox {
@@ -61,10 +71,13 @@ impl From<&Handle> for NativeSandbox {
         Self {
             id: handle.id,
             created_at: handle.created_at,
-            metadata: (*handle.metadata).clone(),
+            metadata: handle.config.metadata.clone(),
             runs: true,
             generation: handle.generation(),
             snapshot_id: None,
+            config: Some(Arc::clone(&handle.config)),
+            image: handle.image.file_stem().map(|digest| digest.to_string_lossy().into_owned()),
+            execution: None,
         }
     }
 }
@@ -78,6 +91,9 @@ impl From<Rest> for NativeSandbox {
             runs: rest.held,
             generation: rest.noted.generation,
             snapshot_id: None,
+            config: None,
+            image: None,
+            execution: None,
         }
     }
 }
@@ -128,7 +144,12 @@ impl Native {
 
     pub(crate) async fn get(&self, id: SandboxId, owner: Option<&str>) -> Option<NativeSandbox> {
         if let Some(handle) = self.manager.find(id).await {
-            return super::may_see(handle.owner.as_deref(), owner).then(|| NativeSandbox::from(&handle));
+            if !super::may_see(handle.owner.as_deref(), owner) {
+                return None;
+            }
+            // A driver that is saved or restored right now has more urgent things to do.
+            let execution = timeout(TELLS_WITHIN, handle.execution()).await.ok().flatten();
+            return Some(NativeSandbox { execution, ..NativeSandbox::from(&handle) });
         }
         let there = match self.manager.on_volume(id, owner).await {
             Ok(there) => there?,
@@ -145,6 +166,9 @@ impl Native {
             runs: there.held,
             generation: state.generation,
             snapshot_id: None,
+            config: Some(Arc::new(state.config.clone())),
+            image: None,
+            execution: None,
         })
     }
 

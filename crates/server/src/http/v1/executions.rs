@@ -20,6 +20,7 @@ use super::{
     ApiError,
     extract::{Job, Of, Post},
     idempotency::Answer,
+    known::{self, Message},
     refusals::Working,
     request,
     sandboxes::sandbox_id,
@@ -92,6 +93,7 @@ fn parse(mut fields: Map<String, Value>) -> Result<(ExecuteRequest, Option<Strin
         Some(Value::String(text)) => Some(text),
         Some(_) => return Err(ApiError::invalid("input: a text is needed.")),
     };
+    known::only_known(&fields, Message::Execution, &["input"])?;
     if fields.contains_key("stdin") {
         return Err(ApiError::invalid("stdin: say what the program is to read as input."));
     }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use super::{
     Api, ApiError,
     idempotency::{Answer, Waiting},
-    request,
+    known, request,
 };
 use crate::http::access::Owner;
 
@@ -124,6 +124,11 @@ fn typed<B: DeserializeOwned>(fields: Map<String, Value>) -> Result<B, ApiError>
             text
         };
         let (path, problem) = (short(error.path().to_string()), short(error.inner().to_string()));
+        // serde's message quotes the unknown field first and the known ones behind it.
+        let quoted: Vec<&str> = problem.split('`').skip(1).step_by(2).collect();
+        if let ("unknown field ", [wrong, names @ ..]) = (problem.split('`').next().unwrap_or_default(), &quoted[..]) {
+            return known::unknown("", wrong, names.iter().copied());
+        }
         if path == "." { ApiError::invalid(format!("{problem}.")) } else { ApiError::invalid(format!("{path}: {problem}.")) }
     })
 }
@@ -154,6 +159,7 @@ mod tests {
             let name = wrong.as_object().unwrap().keys().next().unwrap();
             assert!(error.code == "invalid_field" && error.message.contains(name), "{error:?}");
         }
+        assert!(read(&json!({ "nmae": "x" })).unwrap_err().message.contains("Did you mean \"name\"?"));
         assert!(read(&json!({ "x".repeat(9999): 1 })).unwrap_err().message.len() < 2000);
     }
 }

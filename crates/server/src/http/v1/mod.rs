@@ -9,6 +9,7 @@ mod files;
 mod filesystems;
 mod idempotency;
 mod kill;
+mod known;
 mod network;
 mod objects;
 mod openapi;

@@ -10,6 +10,7 @@ use utoipa::ToSchema;
 use crate::{
     checkpoints::{SavedCheckpoint, SavedSnapshot},
     filesystems::SavedFilesystem,
+    sandbox::record::SandboxConfig,
     workspaces::NativeSandbox,
 };
 
@@ -81,10 +82,76 @@ pub(super) struct SandboxObject {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     generation: Option<u64>,
+    /// The image, limits, network and times of a gVisor sandbox. A list leaves it out where the sandbox
+    /// is not in this server's memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    configuration: Option<ConfigurationObject>,
+    /// The program that runs, or ran last. Only the object of a single sandbox has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    execution: Option<ExecutionObject>,
     /// Only when it is made: it is nowhere else.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     token: Option<String>,
+}
+
+/// How a gVisor sandbox was made, with all defaults filled in. The values of its environment are not
+/// shown.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+#[schema(as = SandboxConfiguration)]
+pub(super) struct ConfigurationObject {
+    /// The digest of the image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    image: Option<String>,
+    limits: LimitsObject,
+    /// The hosts that its programs may reach. Empty: there is no network.
+    network: Vec<String>,
+    /// Seconds without a client and a running program after which it is saved or deleted. Null: never.
+    #[schema(required = true)]
+    idle_timeout: Option<f64>,
+    /// The directory where programs start. Null: the home directory.
+    #[schema(required = true)]
+    cwd: Option<String>,
+    /// The names of the variables that every program gets.
+    env: Vec<String>,
+    /// The sandbox is kept on the volume.
+    checkpoint: bool,
+}
+
+/// The limits that a sandbox runs under.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+#[schema(as = Limits)]
+pub(super) struct LimitsObject {
+    memory_mb: u64,
+    cpus: f64,
+    pids: u32,
+    disk_mb: u64,
+}
+
+/// A program in a sandbox.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+#[schema(as = SandboxExecution)]
+pub(super) struct ExecutionObject {
+    id: String,
+    running: bool,
+}
+
+impl ConfigurationObject {
+    fn new(config: &SandboxConfig, image: Option<String>) -> Self {
+        let limits = &config.limits;
+        Self {
+            image,
+            limits: LimitsObject { memory_mb: limits.memory_mb, cpus: limits.cpus, pids: limits.pids, disk_mb: limits.disk_mb },
+            network: config.network.iter().map(ToString::to_string).collect(),
+            idle_timeout: config.idle_timeout.map(|timeout| timeout.as_secs_f64()),
+            cwd: config.cwd.clone(),
+            env: config.env.keys().cloned().collect(),
+            checkpoint: config.checkpoint,
+        }
+    }
 }
 
 impl From<SandboxRow> for SandboxObject {
@@ -107,6 +174,8 @@ impl From<SandboxRow> for SandboxObject {
             error: row.error,
             snapshot_id: row.snapshot_id.map(|id| id.to_string()),
             generation: None,
+            configuration: None,
+            execution: None,
             token: None,
         }
     }
@@ -128,6 +197,8 @@ impl SandboxObject {
             error: None,
             snapshot_id: sandbox.snapshot_id.map(|id| id.to_string()),
             generation: Some(sandbox.generation),
+            configuration: sandbox.config.map(|config| ConfigurationObject::new(&config, sandbox.image)),
+            execution: sandbox.execution.map(|seen| ExecutionObject { id: seen.id.to_string(), running: seen.running }),
             token,
         }
     }

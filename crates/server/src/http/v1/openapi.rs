@@ -12,8 +12,8 @@ use utoipa::{OpenApi, openapi::OpenApi as Document};
 use super::refusals::ErrorBody;
 
 /// The words of the WebSocket that the resource API takes too. They are generated from the types and compared with them.
-const CONFIGURATION: &str = include_str!("../../../../../docs/schema/configuration.json");
-const EXECUTION: &str = include_str!("../../../../../docs/schema/execution.json");
+pub(super) const CONFIGURATION: &str = include_str!("../../../../../docs/schema/configuration.json");
+pub(super) const EXECUTION: &str = include_str!("../../../../../docs/schema/execution.json");
 
 #[derive(OpenApi)]
 #[openapi(

@@ -9,7 +9,7 @@ use sandboxer_extensions::Map as Texts;
 use sandboxer_protocol::limits::MAX_METADATA_BYTES;
 use serde_json::{Map, Value};
 
-use super::ApiError;
+use super::{ApiError, known};
 
 /// The fields of a body; none is the same as an empty object.
 pub(super) fn fields(body: Result<Bytes, BytesRejection>) -> Result<Map<String, Value>, ApiError> {
@@ -66,13 +66,10 @@ pub(super) fn take_metadata(fields: &mut Map<String, Value>) -> Result<Texts, Ap
 }
 
 /// What is left is unknown, and a misspelt field that is ignored is a sandbox that is not what was wanted.
-pub(super) fn nothing_more(fields: &Map<String, Value>) -> Result<(), ApiError> {
+pub(super) fn nothing_more(fields: &Map<String, Value>, known: &[&str]) -> Result<(), ApiError> {
     match fields.keys().next() {
         None => Ok(()),
-        Some(name) => {
-            let shown: String = name.chars().take(64).collect();
-            Err(ApiError::invalid(format!("{shown:?}: there is no such field here.")))
-        }
+        Some(name) => Err(known::unknown("", name, known.iter().copied())),
     }
 }
 

@@ -14,6 +14,7 @@ use super::{
     Api, ApiError,
     extract::{Job, Of, Post, Words},
     idempotency::Answer,
+    known::{self, Message},
     objects::{List, SandboxObject},
     page::{PageQuery, Position},
     refusals::{Looking, Reading, Working},
@@ -41,6 +42,7 @@ async fn make(job: Job<Map<String, Value>>) -> Result<Answer, ApiError> {
                 "host: a gVisor sandbox runs on the server's own machine, not on {host}. Leave it out."
             )));
         }
+        known::only_known(&fields, Message::Configuration, &["profile", "inputs", "host"])?;
         let given = inputs.into_iter().collect();
         let gvisor = api.workspaces.config().profiles.iter().find(|profile| is_native(&profile.name));
         let inputs = gvisor.map(|profile| profile.resolve(&given)).transpose()?.unwrap_or_default();
@@ -50,7 +52,7 @@ async fn make(job: Job<Map<String, Value>>) -> Result<Answer, ApiError> {
         return Ok(Answer::created(SandboxObject::native(sandbox, Some(token))));
     };
     let metadata = request::take_metadata(&mut fields)?;
-    request::nothing_more(&fields)?;
+    request::nothing_more(&fields, &["profile", "inputs", "host", "metadata"])?;
     let order = Order { profile, inputs: inputs.into_iter().collect(), host, metadata, keep_failed: later };
     let begun = api.workspaces.create(order, owner).await?;
     if later {
