@@ -7,13 +7,15 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Subcommand;
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
-use sandboxer_image::{BaseOptions, Image, ImageName, ImageRef, ImageStore, Limits, Progress, Source, Update};
+use sandboxer_image::{BaseOptions, ExtraAuthorities, Image, ImageName, ImageRef, ImageStore, Limits, Progress, Source, Update};
 use sandboxer_protocol::agent::ImageSpares;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     directory: ImageDir,
+    #[command(flatten)]
+    authorities: Authorities,
 
     /// Print JSON
     #[arg(long, global = true)]
@@ -29,6 +31,21 @@ pub(crate) struct ImageDir {
     /// Where images are kept, shared by all instances on this machine [default: ~/.local/share/sandboxer/images]
     #[arg(long, global = true, env = "SANDBOXER_IMAGE_DIR", value_name = "DIR")]
     image_dir: Option<PathBuf>,
+}
+
+/// Certificate authorities that sandboxes trust beside those of their image.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct Authorities {
+    /// File of certificates (PEM) that programs in sandboxes trust too, such as a company's own; they are put into the images that are made
+    #[arg(long, global = true, env = "SANDBOXER_EXTRA_CA_FILE", value_name = "FILE")]
+    extra_ca_file: Option<PathBuf>,
+}
+
+impl Authorities {
+    pub(crate) fn read(&self) -> sandboxer_image::Result<Option<ExtraAuthorities>> {
+        let given = self.extra_ca_file.as_deref().filter(|path| !path.as_os_str().is_empty());
+        given.map(ExtraAuthorities::read).transpose()
+    }
 }
 
 impl ImageDir {
@@ -80,7 +97,7 @@ enum Command {
 }
 
 pub(crate) fn run(args: Args) -> Result<ExitCode> {
-    let store = ImageStore::open(args.directory.path()?)?;
+    let store = ImageStore::open(args.directory.path()?)?.with_authorities(args.authorities.read()?);
     match args.command {
         Command::Build { suite, mirror, fresh } => {
             let bar = Bar::new();

@@ -67,7 +67,7 @@ fn async_threads() -> usize {
 }
 
 async fn serve(checked: Checked) -> anyhow::Result<()> {
-    let Checked { mut settings, image_dir, runsc, notes } = checked;
+    let Checked { mut settings, image_dir, authorities, runsc, notes } = checked;
     notes.iter().for_each(|note| info!("{note}"));
     let _lock = lock::data_directory(&settings.data_dir).await?;
     let mut terminate = signal(SignalKind::terminate())?;
@@ -95,7 +95,7 @@ async fn serve(checked: Checked) -> anyhow::Result<()> {
         filesystems.templates.take_if(|_| !gvisor.features().in_sandbox_cgroup_v2);
         filesystems.place.check().await.map_err(anyhow::Error::msg).context("the volume of filesystem snapshots")?;
     }
-    let images = Images::in_store(ImageStore::open(image_dir)?);
+    let images = Images::in_store(ImageStore::open(image_dir)?.with_authorities(authorities));
 
     let scheme = if settings.tls.is_some() { "https" } else { "http" };
     let server = Server::start(settings, Arc::new(gvisor), images.clone(), host).await?;

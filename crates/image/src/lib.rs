@@ -26,6 +26,7 @@
 
 mod agent;
 mod apt_sources;
+mod authorities;
 mod debian;
 mod erofs;
 mod error;
@@ -44,6 +45,7 @@ mod tools;
 mod tree;
 
 pub use agent::{AGENT, agent_digest};
+pub use authorities::ExtraAuthorities;
 pub use debian::BaseOptions;
 pub use error::{Error, Result};
 pub use layer::Limits;

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use crate::agent::agent_digest;
+use crate::authorities::ExtraAuthorities;
 use crate::debian::{BaseOptions, Recipe};
 use crate::error::{Doing, Error, Result};
 pub use crate::index::Source;
@@ -28,6 +29,7 @@ const EXTENSION: &str = "erofs";
 #[derive(Debug, Clone)]
 pub struct ImageStore {
     directory: PathBuf,
+    authorities: Option<ExtraAuthorities>,
 }
 
 /// An image that is there.
@@ -66,7 +68,15 @@ impl ImageStore {
         let directory = given.canonicalize().doing(opening)?;
         let _lock = lock(&directory)?;
         remove_stale(&directory).doing(opening)?;
-        Ok(Self { directory })
+        Ok(Self { directory, authorities: None })
+    }
+
+    /// Has sandboxes of images that are made from now on trust these certificate authorities too. A
+    /// base image without them is built anew.
+    #[must_use]
+    pub fn with_authorities(mut self, authorities: Option<ExtraAuthorities>) -> Self {
+        self.authorities = authorities;
+        self
     }
 
     /// Where images are kept unless another place is given: `$XDG_DATA_HOME/sandboxer/images`.
@@ -109,9 +119,10 @@ impl ImageStore {
             let mut archive =
                 zstd::Decoder::with_buffer(BufReader::with_capacity(1 << 20, archive)).doing(|| format!("read {}", tree.display()))?;
             apply_layer(system, &mut archive, &mut Limits::default())?;
+            self.trust(system)?;
             finish::debian_tree(system)
         })?;
-        let source = Source::Built { suite: recipe.suite.clone(), recipe: recipe.digest() };
+        let source = Source::Built { suite: recipe.suite.clone(), recipe: self.digest_of(&recipe) };
         self.publish(&file, &name, |digest| Record {
             digest,
             created_at: jiff::Timestamp::now(),
@@ -148,6 +159,7 @@ impl ImageStore {
         let mut imported = oci::Imported::default();
         let file = self.pack(&scratch, spares, progress, |system, progress| {
             imported = oci::unpack(&source, scratch.path(), system, limits, progress)?;
+            self.trust(system)?;
             finish::imported_tree(system)
         })?;
         let oci::Imported { process, left_out } = imported;
@@ -257,8 +269,20 @@ impl ImageStore {
             Err(Error::NotFound(_)) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let same_recipe = matches!(&image.source, Some(Source::Built { recipe: built, .. }) if *built == recipe.digest());
+        let same_recipe = matches!(&image.source, Some(Source::Built { recipe: built, .. }) if *built == self.digest_of(recipe));
         Ok((same_recipe && image.agent.as_ref() == Some(agent_digest())).then_some(image))
+    }
+
+    /// What a base image is made of: the recipe of its tree, and the authorities that are added.
+    fn digest_of(&self, recipe: &Recipe) -> Digest {
+        match &self.authorities {
+            None => recipe.digest(),
+            Some(extra) => Digest::of(&[recipe.digest().as_hex().as_bytes(), extra.as_bytes()].concat()),
+        }
+    }
+
+    fn trust(&self, system: &mut Tree) -> Result<()> {
+        self.authorities.as_ref().map_or(Ok(()), |extra| extra.add_to(system))
     }
 
     fn build_lock(&self, progress: &dyn Progress) -> Result<File> {

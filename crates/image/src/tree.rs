@@ -97,6 +97,24 @@ impl Tree {
         Ok(())
     }
 
+    /// The content of a file. None: there is no regular file of that name, or it is larger than this.
+    pub(crate) fn read_file(&mut self, path: &EntryPath, most: u64) -> Result<Option<Vec<u8>>> {
+        let doing = || format!("read {path}");
+        let Some((parent, name)) = path.split() else { return Ok(None) };
+        let parent = match self.directory(parent, false) {
+            Ok(parent) => parent,
+            Err(_) => return Ok(None),
+        };
+        if kind(&parent, name).doing(doing)? != Some(SFlag::S_IFREG) {
+            return Ok(None);
+        }
+        let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let file = File::from(openat(&parent, name, flags, Mode::empty()).doing(doing)?);
+        let mut content = Vec::new();
+        file.take(most + 1).read_to_end(&mut content).doing(doing)?;
+        Ok((content.len() as u64 <= most).then_some(content))
+    }
+
     /// Writes a file, in the place of whatever was there, and returns its size.
     pub(crate) fn write_file(&mut self, path: &EntryPath, meta: Meta, content: &mut dyn Read) -> Result<u64> {
         let doing = || format!("write {path}");

@@ -35,7 +35,7 @@ pub use http::{Access, ApiKey, InvalidKeys};
 pub use images::{BaseImage, Images};
 pub use limits::Limits;
 pub use memory::available_memory;
-pub use network::{AddressRule, Dialer, NetworkSettings, RecordingDialer, Rule, SystemDialer, check_hosts};
+pub use network::{AddressRule, Dialer, NetworkSettings, RecordingDialer, Rule, SystemDialer, check_hosts, rules_of};
 pub use sandboxer_store::lease::Terms;
 pub use server::{Server, StopHow};
 pub use settings::{KeyLimits, PoolSettings, Settings};

@@ -2,15 +2,15 @@
 
 use std::{path::PathBuf, str::FromStr, sync::Arc};
 
-use sandboxer_server::{AddressRule, Dialer, NetworkSettings, RecordingDialer, Rule, SystemDialer, check_hosts};
+use sandboxer_server::{AddressRule, Dialer, NetworkSettings, RecordingDialer, Rule, SystemDialer, check_hosts, rules_of};
 
 /// What a port's own host name may be long.
 const MAX_DOMAIN_BYTES: usize = 180;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct NetworkArgs {
-    /// What sandboxes may ask for in network.allow: NAME[:PORT], *.NAME[:PORT], * for every name, or an address; no port: 80 and 443, * for every port. May be
-    /// given several times; without it they have no network
+    /// What sandboxes may ask for in network.allow: NAME[:PORT], *.NAME[:PORT], * for every name, an address, or a preset (@pypi, @npm, @debian); no port: 80
+    /// and 443, * for every port. May be given several times; without it they have no network
     #[arg(long, env = "SANDBOXER_NETWORK_ALLOW", value_delimiter = ',', value_name = "RULE")]
     network_allow: Vec<String>,
     /// What no sandbox reaches, whatever is allowed; no port: every port
@@ -58,7 +58,7 @@ impl NetworkArgs {
         let dialer: Arc<dyn Dialer> = if self.network_dry_run { Arc::new(RecordingDialer::new(system)) } else { Arc::new(system) };
         let mib = |count: u64| (count > 0).then(|| count.saturating_mul(1024 * 1024));
         NetworkSettings {
-            allow: list::<Rule>("--network-allow", &self.network_allow, faults),
+            allow: parsed("--network-allow", &self.network_allow, rules_of, faults).into_iter().flatten().collect(),
             deny: parsed("--network-deny", &self.network_deny, Rule::denying, faults),
             addresses: list::<AddressRule>("--network-allow-address", &self.network_allow_address, faults),
             dialer,

@@ -10,7 +10,7 @@ use std::{
 
 use clap::ValueEnum;
 use sandboxer_extensions::Config;
-use sandboxer_image::ImageStore;
+use sandboxer_image::{ExtraAuthorities, ImageStore};
 use sandboxer_protocol::agent::ImageSpares;
 use sandboxer_server::{
     Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, KeyLimits, Limits, PoolSettings, SPARE_INTERPRETERS,
@@ -19,6 +19,7 @@ use sandboxer_server::{
 use sandboxer_store::Place;
 
 use super::network::NetworkArgs;
+use crate::image::Authorities;
 
 const DEFAULT_PORT: u16 = 8080;
 /// A shorter lease runs out whenever the disk is busy; for a longer one nobody would wait.
@@ -41,6 +42,8 @@ pub(crate) struct Args {
     /// Directory of images, shared by all instances of a machine [default: $XDG_DATA_HOME/sandboxer/images, or ~/.local/share/sandboxer/images]
     #[arg(long, env = "SANDBOXER_IMAGE_DIR", value_name = "DIR")]
     image_dir: Option<PathBuf>,
+    #[command(flatten)]
+    authorities: Authorities,
     /// The runsc binary [default: the one that scripts/setup installed, or the one in PATH]
     #[arg(long, env = "SANDBOXER_RUNSC", value_name = "FILE")]
     runsc: Option<PathBuf>,
@@ -169,6 +172,7 @@ pub(crate) struct Checked {
     /// What checkpoints are bound to is not known yet: that takes runsc.
     pub(crate) settings: Settings,
     pub(crate) image_dir: PathBuf,
+    pub(crate) authorities: Option<ExtraAuthorities>,
     pub(crate) runsc: PathBuf,
     /// What is not as it was written down, and is to be told.
     pub(crate) notes: Vec<String>,
@@ -222,6 +226,7 @@ impl Args {
         faults.unless((1.0..=86_400.0).contains(&self.longest_save), "--longest-save: at least 1 and at most 86400 seconds");
         let data_dir = faults.take(self.data_dir());
         let image_dir = faults.take(self.image_dir.clone().or_else(ImageStore::default_directory).ok_or_else(no_home("--image-dir")));
+        let authorities = faults.take(self.authorities.read().map_err(|error| format!("--extra-ca-file: {error}"))).flatten();
         let runsc = faults.take(sandboxer_runsc::find(self.runsc.as_deref()).map_err(|error| format!("--runsc: {error}")));
         let tls = faults.take(self.tls());
         let checkpoint_path = faults.take(volume("CHECKPOINT_AND_RESTORE_PATH", self.checkpoint_path.as_deref()));
@@ -286,7 +291,7 @@ impl Args {
             (self.filesystem_snapshot_path.as_deref(), settings.filesystems.as_ref().map(|filesystems| &filesystems.place)),
         ];
         let notes = asked.into_iter().filter_map(|(path, place)| used_by_url(path?, place?)).collect();
-        Ok(Checked { settings, image_dir, runsc, notes })
+        Ok(Checked { settings, image_dir, authorities, runsc, notes })
     }
 
     /// Sandboxes of other kinds: what may be made, and where it is kept. A data directory that was asked for has files of its own.

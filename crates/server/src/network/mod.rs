@@ -14,6 +14,7 @@ mod meter;
 mod pace;
 mod places;
 mod policy;
+mod presets;
 mod proxy;
 mod rules;
 mod socks;
@@ -31,6 +32,7 @@ use tracing::{Instrument as _, info_span};
 pub use self::{
     address::AddressRule,
     dial::{Dialer, RecordingDialer, SystemDialer, check_hosts},
+    presets::rules_of,
     rules::Rule,
 };
 pub(crate) use self::{
@@ -91,19 +93,24 @@ impl NetworkSettings {
         }
         let mut rules = Vec::with_capacity(asked.len());
         for text in asked {
-            let rule: Rule = text.parse().map_err(|error| format!("network.allow: {text:?}: {error}"))?;
+            let stands_for = rules_of(text).map_err(|error| format!("network.allow: {text:?}: {error}"))?;
             if self.allow.is_empty() {
                 return Err(format!(
                     "network.allow: {text:?}: this server gives its sandboxes no network (--network-allow names what they may reach)"
                 ));
             }
-            if !rule.is_within(&self.allow) {
-                return Err(format!("network.allow: {text:?} is more than this server allows (--network-allow)"));
+            for rule in stands_for {
+                if !rule.is_within(&self.allow) {
+                    return Err(format!("network.allow: {text:?} is more than this server allows (--network-allow)"));
+                }
+                if let Some(denied) = self.deny.iter().find(|denied| rule.is_within(std::slice::from_ref(denied))) {
+                    return Err(format!("network.allow: {text:?} is denied by this server (--network-deny {denied})"));
+                }
+                rules.push(rule);
             }
-            if let Some(denied) = self.deny.iter().find(|denied| rule.is_within(std::slice::from_ref(denied))) {
-                return Err(format!("network.allow: {text:?} is denied by this server (--network-deny {denied})"));
-            }
-            rules.push(rule);
+        }
+        if rules.len() > MAX_RULES {
+            return Err(format!("network.allow: at most {MAX_RULES} rules"));
         }
         Ok(rules)
     }

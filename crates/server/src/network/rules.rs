@@ -27,6 +27,8 @@ pub enum BadRule {
     Port,
     #[error("a star stands alone, or before a dot and a name")]
     Star,
+    #[error("there is no such preset; there are {0}")]
+    Preset(String),
 }
 
 /// A host as somebody names it: in lower case, with no dot at its end.
