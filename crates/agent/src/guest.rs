@@ -27,6 +27,8 @@ use sandboxer_protocol::{
     limits::MAX_FILE_LIST,
 };
 
+pub use self::place::open_directory;
+pub(crate) use self::write::create_beside;
 use self::{
     about::{about, kind_of},
     fault::at,
@@ -37,8 +39,6 @@ use self::{
     write::Writing,
 };
 pub use self::{fault::Fault, watch::Watching};
-pub use self::place::open_directory;
-pub(crate) use self::write::create_beside;
 use crate::{
     pack::Packer,
     unpack::{Failure, Unpacker},

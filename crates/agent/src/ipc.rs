@@ -76,7 +76,7 @@ pub(crate) struct Waiting {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Report {
-    /// With the root that programs see.
+    /// With the root that programs see, and the file that they see as `/proc/meminfo` if memory is limited.
     Ready,
     /// With the agent's end of the terminal, if there is one.
     Started {

@@ -5,6 +5,7 @@
 
 use std::{
     fs::{self, File},
+    os::unix::fs::FileExt as _,
     time::{Duration, Instant},
 };
 
@@ -39,6 +40,8 @@ pub(crate) struct MemoryWatch {
     /// When the last one was killed, and what was in use then.
     killed: Option<(Instant, u64)>,
     returning: Option<Returning>,
+    /// The file that programs see as `/proc/meminfo`.
+    shown: Option<File>,
 }
 
 /// The memory of those that waited and were ended. As long as it may be on its way back, it is not the user's.
@@ -77,7 +80,13 @@ impl MemoryWatch {
             room: None,
             killed: None,
             returning: None,
+            shown: None,
         })
+    }
+
+    /// Programs see the use of memory in this file from now on.
+    pub(crate) fn show_in(&mut self, file: Option<File>) {
+        self.shown = file;
     }
 
     /// User processes may exist from now on.
@@ -159,8 +168,37 @@ impl MemoryWatch {
             let line = self.text.lines().find_map(|line| line.strip_prefix(name))?;
             line.split_whitespace().next()?.parse::<u64>().ok()
         };
-        Some(value("MemTotal:")?.saturating_sub(value("MemFree:")?) * 1024)
+        let used = value("MemTotal:")?.saturating_sub(value("MemFree:")?) * 1024;
+        self.show(used);
+        Some(used)
     }
+
+    /// Tells programs how much of their limit is used.
+    fn show(&self, used: u64) {
+        let Some(file) = &self.shown else { return };
+        let text = shown(&self.text, self.limit, used);
+        // The guest may have filled the file system: it then sees older numbers.
+        let _ = file.write_all_at(text.as_bytes(), 0).and_then(|()| file.set_len(text.len() as u64));
+    }
+}
+
+/// The content of `/proc/meminfo` as it would be on a machine with this much memory.
+pub(crate) fn shown(meminfo: &str, limit: u64, used: u64) -> String {
+    let (total, free) = (limit / 1024, limit.saturating_sub(used) / 1024);
+    let mut text = String::with_capacity(meminfo.len());
+    for line in meminfo.lines() {
+        let kib = match line.split(':').next() {
+            Some("MemTotal") => Some(total),
+            Some("MemFree" | "MemAvailable") => Some(free),
+            _ => None,
+        };
+        match (kib, line.split_once(':')) {
+            (Some(kib), Some((name, _))) => text.push_str(&format!("{:<16}{kib:>8} kB", format!("{name}:"))),
+            _ => text.push_str(line),
+        }
+        text.push('\n');
+    }
+    text
 }
 
 /// How long it takes at least to use up so much.
@@ -198,6 +236,14 @@ fn resident_bytes(pid: i32) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shown_memory_is_the_limit_and_the_rest_of_it() {
+        let theirs = "MemTotal:       24684092 kB\nMemFree:        24672700 kB\nMemAvailable:   24672700 kB\nCached:            9728 kB\n";
+        let ours = "MemTotal:         131072 kB\nMemFree:           98304 kB\nMemAvailable:      98304 kB\nCached:            9728 kB\n";
+        assert_eq!(shown(theirs, 128 << 20, 32 << 20), ours);
+        assert!(shown(theirs, 1 << 20, 2 << 20).contains("MemFree:               0 kB"));
+    }
 
     #[test]
     fn what_those_that_waited_had_is_not_the_users_until_they_are_gone_and_for_a_moment_after() {

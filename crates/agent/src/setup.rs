@@ -81,13 +81,18 @@ pub(crate) struct InitProcess {
 }
 
 /// Starts the init of fresh namespaces on the guest's root. It says when it is ready.
-pub(crate) fn start_init() -> io::Result<InitProcess> {
+/// `memory`: the limit of the sandbox in bytes, which programs are shown as the machine's memory.
+pub(crate) fn start_init(memory: Option<u64>) -> io::Result<InitProcess> {
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
     sys::set_nonblocking(std::os::fd::AsFd::as_fd(&ours), true)?;
     let null = fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    let mut arguments = vec![c"sandboxer-init".to_owned(), c"init".to_owned()];
+    if let Some(memory) = memory {
+        arguments.push(sys::c_string(memory.to_string(), "a number").map_err(io::Error::other)?);
+    }
     let plan = Plan {
         programs: &[AGENT.to_owned()],
-        arguments: &[c"sandboxer-init".to_owned(), c"init".to_owned()],
+        arguments: &arguments,
         environment: &[],
         directory: None,
         standard: [null.as_raw_fd(), null.as_raw_fd(), 2],

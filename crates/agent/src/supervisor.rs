@@ -35,16 +35,18 @@ pub(crate) struct Supervisor {
     short_lives: u32,
     never_ready: u32,
     pub(crate) last_error: Option<String>,
+    /// The memory limit, in bytes.
+    memory: Option<u64>,
 }
 
 impl Supervisor {
-    pub(crate) fn new(now: Instant) -> Self {
-        Self { state: State::Down { retry: now }, short_lives: 0, never_ready: 0, last_error: None }
+    pub(crate) fn new(now: Instant, memory: Option<u64>) -> Self {
+        Self { state: State::Down { retry: now }, short_lives: 0, never_ready: 0, last_error: None, memory }
     }
 
     #[cfg(test)]
     pub(crate) fn of(process: InitProcess) -> Self {
-        Self { state: State::Up { process, ready: true, since: Instant::now() }, ..Self::new(Instant::now()) }
+        Self { state: State::Up { process, ready: true, since: Instant::now() }, ..Self::new(Instant::now(), None) }
     }
 
     /// Starts an init if one is due. Returns it if it was.
@@ -53,7 +55,7 @@ impl Supervisor {
         if now < retry {
             return None;
         }
-        match setup::start_init() {
+        match setup::start_init(self.memory) {
             Ok(process) => {
                 self.state = State::Up { process, ready: false, since: now };
                 self.process()
@@ -139,7 +141,7 @@ mod tests {
     #[test]
     fn an_init_that_dies_young_again_and_again_is_started_less_and_less_often() {
         let now = Instant::now();
-        let mut supervisor = Supervisor::new(now);
+        let mut supervisor = Supervisor::new(now, None);
         let mut delays = Vec::new();
         for _ in 0..12 {
             supervisor.fell(now, Duration::from_millis(10), true, None);
@@ -156,7 +158,7 @@ mod tests {
     #[test]
     fn one_that_never_becomes_ready_is_given_up() {
         let now = Instant::now();
-        let mut supervisor = Supervisor::new(now);
+        let mut supervisor = Supervisor::new(now, None);
         for _ in 0..HOPELESS {
             assert!(!supervisor.is_hopeless());
             supervisor.fell(now, Duration::ZERO, false, Some(&io::Error::other("no")));

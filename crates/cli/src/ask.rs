@@ -275,7 +275,10 @@ fn only(what: &str, beginning: &str, mut found: Vec<String>) -> Result<String> {
             let (count, more) = (found.len(), if found.len() > MAX_NAMED { ", …" } else { "" });
             found.truncate(MAX_NAMED);
             let plural = if what.ends_with('x') { "es" } else { "s" };
-            bail!("{count} {what}{plural} have this name, or an id that begins with {beginning}: {}{more}. Give a whole id", found.join(", "))
+            bail!(
+                "{count} {what}{plural} have this name, or an id that begins with {beginning}: {}{more}. Give a whole id",
+                found.join(", ")
+            )
         }
     }
 }

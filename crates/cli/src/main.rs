@@ -7,6 +7,7 @@
 
 mod ask;
 mod attach;
+mod completion;
 mod cp;
 mod create;
 mod doctor;
@@ -112,6 +113,8 @@ fn main() -> ExitCode {
     if let Some(done) = serve_files::if_asked_for() {
         return done;
     }
+    // A shell that wants to know how a line goes on sets a variable; then nothing else is done.
+    clap_complete::CompleteEnv::with_factory(completion::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
@@ -149,7 +152,7 @@ fn main() -> ExitCode {
         Command::Image(args) => image::run(args),
         Command::Store(args) => store::run(&args),
         Command::Doctor(args) => doctor::run(&args),
-        Command::Completions(args) => pages::completions(&args, Cli::command()),
+        Command::Completions(args) => pages::completions(&args),
         Command::Man(args) => pages::man(&args, Cli::command()),
     };
     result.unwrap_or_else(|error| {

@@ -4,7 +4,7 @@ use std::{fs, io, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use clap::Command;
-use clap_complete::Shell;
+use clap_complete::{Shell, env::Shells};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "For bash: sandboxer completions bash > ~/.local/share/bash-completion/completions/sandboxer\n\
@@ -23,9 +23,12 @@ pub(crate) struct ManArgs {
     directory: Option<PathBuf>,
 }
 
-pub(crate) fn completions(args: &CompletionsArgs, mut command: Command) -> Result<ExitCode> {
+pub(crate) fn completions(args: &CompletionsArgs) -> Result<ExitCode> {
+    let shell = args.shell.to_string();
+    let shells = Shells::builtins();
+    let completer = shells.completer(&shell).with_context(|| format!("{shell} can't be completed"))?;
     let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut command, "sandboxer", &mut script);
+    completer.write_registration("COMPLETE", "sandboxer", "sandboxer", "sandboxer", &mut script)?;
     print(&script)
 }
 

@@ -219,6 +219,57 @@ async fn every_sandbox_has_an_id_and_a_token_of_its_own() {
     assert!(one.sandbox_id != two.sandbox_id && one.sandbox_token != two.sandbox_token && one.sandbox_token != one.sandbox_id);
 }
 
+#[tokio::test]
+async fn limited_sandbox_sees_its_limit_as_its_memory() {
+    let mut ws = Ws::create_with(shared(), json!({"limits": {"memory_mb": 192, "disk_mb": 64}})).await;
+    let code = "
+import time
+def seen(): return {line.split(':')[0]: int(line.split()[1]) for line in open('/proc/meminfo')}
+before = seen()
+held = bytearray(b'x') * (80 << 20)
+until = time.monotonic() + 30
+while seen()['MemAvailable'] > before['MemAvailable'] - (70 << 10) and time.monotonic() < until: time.sleep(0.02)
+after = seen()
+print(before['MemTotal'], after['MemTotal'], before['MemAvailable'] - after['MemAvailable'] > 70 << 10)
+";
+    assert_eq!(ws.python(code).await.ok(), "196608 196608 True\n");
+    assert_eq!(ws.bash("free -m | awk '/Mem/ {print $2}'").await.ok(), "192\n");
+}
+
+#[tokio::test]
+async fn resource_api_shows_what_was_made() {
+    let server = shared();
+    let asked = json!({"limits": {"memory_mb": 256, "disk_mb": 64, "pids": 40, "cpus": 0.5}, "idle_timeout": 77, "env": {"SECRET": "s"}, "cwd": "/tmp"});
+    let made = server.made(None, "/v1/sandboxes", &asked);
+    let shown = &made["configuration"];
+    assert_eq!(shown["limits"], asked["limits"], "{made}");
+    assert_eq!((&shown["idle_timeout"], &shown["cwd"], &shown["network"]), (&json!(77.0), &json!("/tmp"), &json!([])), "{made}");
+    assert_eq!((shown["image"].as_str().unwrap().len(), &shown["env"]), (64, &json!(["SECRET"])), "names only: {made}");
+    let path = format!("/v1/sandboxes/{}", made["id"].as_str().unwrap());
+    assert!(server.found(None, &path).get("execution").is_none(), "nothing has run yet");
+    let run = json!({"language": "bash", "code": "true", "execution_id": "mine"});
+    assert_eq!(server.api(None, "POST", &format!("{path}/executions"), &run).0, 200);
+    assert_eq!(server.found(None, &path)["execution"], json!({"id": "mine", "running": false}));
+}
+
+#[tokio::test]
+async fn resource_api_refuses_misspelt_fields() {
+    let server = shared();
+    for (body, meant) in [
+        (json!({"idel_timeout": 5}), "idle_timeout"),
+        (json!({"limits": {"memory": 64}}), "limits.memory_mb"),
+        (json!({"profil": "profile.gvisor"}), "profile"),
+    ] {
+        let why = server.refuses(None, "POST", "/v1/sandboxes", &body, 422, "invalid_field");
+        assert!(why.contains(&format!("Did you mean \"{meant}\"?")), "{why}");
+    }
+    let made = server.made(None, "/v1/sandboxes", &json!({}));
+    let path = format!("/v1/sandboxes/{}", made["id"].as_str().unwrap());
+    let run = json!({"language": "bash", "code": "true", "timout": 1});
+    let why = server.refuses(None, "POST", &format!("{path}/executions"), &run, 422, "invalid_field");
+    assert!(why.contains("\"timeout\""), "{why}");
+}
+
 /// `SANDBOX_CREATING` → `SANDBOX_CREATION_ERROR` → `error` → close 4000.
 async fn creation_fails(configuration: Value, codes: &[&str]) -> String {
     let mut ws = Ws::open(shared(), "/create").await;

@@ -9,9 +9,7 @@ use std::{
     process::Command,
 };
 
-use sandboxer_e2e::{
-    Cli, DEADLINE, Options, User, Ws, command, eventually, shared, stderr_of, stdout_of,
-};
+use sandboxer_e2e::{Cli, DEADLINE, Options, User, Ws, command, eventually, shared, stderr_of, stdout_of};
 use serde_json::{Value, json};
 
 /// Notes what it was told when it was started, and goes on waiting.
@@ -100,8 +98,12 @@ impl Imported {
     fn with_process(what: &str, python: Option<&[u8]>, arguments: &[&str], process: Value) -> Self {
         let name = format!("e2e-{what}-{}", std::process::id());
         let dir = tempfile::tempdir().unwrap();
-        let output =
-            command().args(["image", "import", "--name", &name]).args(arguments).arg(archive(dir.path(), python, process)).output().unwrap();
+        let output = command()
+            .args(["image", "import", "--name", &name])
+            .args(arguments)
+            .arg(archive(dir.path(), python, process))
+            .output()
+            .unwrap();
         assert!(output.status.success(), "{}", stderr_of(&output));
         Self(name)
     }
@@ -126,6 +128,29 @@ async fn imported_image_gives_its_environment_and_directory() {
     let listed: Value = serde_json::from_str(&stdout_of(&command().args(["image", "ls", "--json"]).output().unwrap())).unwrap();
     let shown = listed["items"].as_array().unwrap().iter().find(|item| item["name"] == image.0.as_str()).unwrap();
     assert_eq!((&shown["user"], &shown["cmd"]), (&json!("1000"), &json!(["-l"])), "{shown}");
+}
+
+#[tokio::test]
+async fn extra_authorities_are_trusted_in_new_images() {
+    let dir = tempfile::tempdir().unwrap();
+    let (key, certificate) = (dir.path().join("key.pem"), dir.path().join("ca.pem"));
+    let made = Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=sandboxer test", "-keyout"])
+        .arg(&key)
+        .arg("-out")
+        .arg(&certificate)
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", stderr_of(&made));
+    let image = Imported::new("authorities", None, &["--extra-ca-file", certificate.to_str().unwrap()]);
+    let mut ws = Ws::create_with(shared(), json!({"image": image.0})).await;
+    let seen = ws.bash("echo \"$(</usr/local/share/ca-certificates/sandboxer-extra.crt)\"").await;
+    assert_eq!(seen.ok().trim(), std::fs::read_to_string(&certificate).unwrap().trim());
+
+    let both = dir.path().join("both.pem");
+    std::fs::write(&both, [std::fs::read(&certificate).unwrap(), std::fs::read(&key).unwrap()].concat()).unwrap();
+    let refused = command().args(["image", "ls", "--extra-ca-file", both.to_str().unwrap()]).output().unwrap();
+    assert!(!refused.status.success() && stderr_of(&refused).contains("private key"), "{}", stderr_of(&refused));
 }
 
 #[tokio::test]

@@ -102,3 +102,84 @@ fn whatever_the_document_allows_is_answered_as_it_says_and_never_by_a_fault_of_t
     }
     assert!(!server.log().contains("panicked"), "{}", server.log());
 }
+
+/// A directory below the one where `scripts/setup --dev` puts the tools of the tests.
+fn tools(name: &str) -> PathBuf {
+    schemathesis().ancestors().nth(3).unwrap().join(name)
+}
+
+/// Every operation of the document.
+fn operations(document: &Value) -> Vec<String> {
+    let paths = document["paths"].as_object().unwrap().values();
+    let operations = paths.flat_map(|path| path.as_object().unwrap().values());
+    operations.map(|operation| operation["operationId"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn python_generator_makes_every_operation() {
+    let dir = tempfile::tempdir().unwrap();
+    let document = dir.path().join("openapi.json");
+    let text = include_str!("../../../docs/openapi.json");
+    std::fs::write(&document, text).unwrap();
+    std::fs::write(dir.path().join("config.yaml"), "project_name_override: client\npackage_name_override: client\npost_hooks: []\n")
+        .unwrap();
+    let python = tools("schemathesis-venv").join("bin");
+    let made = Command::new("timeout")
+        .arg("120")
+        .arg(python.join("openapi-python-client"))
+        .args(["generate", "--config", "config.yaml", "--output-path", "out", "--fail-on-warning", "--path"])
+        .arg(&document)
+        .current_dir(dir.path())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}{}", stdout_of(&made), stderr_of(&made));
+    // Each operation can be imported, and a body of bytes is a file and not a list of numbers.
+    let names = operations(&serde_json::from_str(text).unwrap()).join(" ");
+    let script = "
+import importlib, pkgutil, sys
+import client.api, client
+found = {name.rsplit('.', 1)[1]: name for _, name, _ in pkgutil.walk_packages(client.api.__path__, 'client.api.')}
+missing = [name for name in sys.argv[1:] if name not in found]
+assert not missing, missing
+for name in sys.argv[1:]: importlib.import_module(found[name])
+written = open(importlib.import_module(found['write_file']).__file__).read()
+assert 'list[int]' not in written and 'File' in written, written[:2000]
+print('all', len(sys.argv) - 1)
+";
+    let imported = Command::new(python.join("python"))
+        .args(["-c", script])
+        .args(names.split(' '))
+        .env("PYTHONPATH", dir.path().join("out"))
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .output()
+        .unwrap();
+    assert!(stdout_of(&imported).starts_with("all "), "{}{}", stdout_of(&imported), stderr_of(&imported));
+}
+
+#[test]
+fn typescript_generator_makes_every_operation() {
+    let dir = tempfile::tempdir().unwrap();
+    let document: Value = serde_json::from_str(include_str!("../../../docs/openapi.json")).unwrap();
+    std::fs::write(dir.path().join("openapi.json"), document.to_string()).unwrap();
+    let tools = tools("openapi-node").join("node_modules/.bin");
+    let run = |program: &str, arguments: &[&str]| {
+        let output = Command::new("timeout")
+            .arg("120")
+            .arg(tools.join(program))
+            .args(arguments)
+            .current_dir(dir.path())
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{program}: {}{}", stdout_of(&output), stderr_of(&output));
+    };
+    run("openapi-typescript", &["openapi.json", "-o", "api.d.ts"]);
+    let types = std::fs::read_to_string(dir.path().join("api.d.ts")).unwrap();
+    assert!(!types.contains("number[]"), "a body of bytes is no list of numbers");
+    // The compiler finds each operation by its name.
+    let uses: Vec<String> = operations(&document).iter().map(|name| format!("operations[{name:?}]")).collect();
+    let program = format!("import type {{ operations }} from './api';\nexport type All = [{}];\n", uses.join(", "));
+    std::fs::write(dir.path().join("all.ts"), program).unwrap();
+    run("tsc", &["--noEmit", "--strict", "--skipLibCheck", "false", "all.ts"]);
+}

@@ -314,6 +314,9 @@ async fn commands_save_go_back_and_copy_while_a_client_is_attached_or_none() {
     assert!(sandboxer(&server, &["get", &id]).contains("status: saved"));
     let was = sandboxer(&server, &["fork", &id, "--checkpoint", saved.trim()]);
     assert!(sandboxer(&server, &["rollback", &id, &one]).starts_with(&format!("{id} saved")));
+    // A name does as well as an id, and the list shows it.
+    assert!(sandboxer(&server, &["snapshots", "list"]).lines().any(|line| line.contains(&one) && line.contains("  one  ")));
+    assert!(sandboxer(&server, &["rollback", &id, "one"]).starts_with(&format!("{id} saved")));
     let list = sandboxer(&server, &["ls"]);
     for line in copies.lines().chain(copy.lines()).chain(was.lines()) {
         assert!(list.contains(line), "{line} is not among\n{list}");

@@ -40,10 +40,7 @@ impl ImageDefaults {
         let pair = |entry: &String| entry.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()));
         let is_good = |(name, value): &(String, String)| !name.is_empty() && !name.contains('\0') && !value.contains('\0');
         let is_path = |dir: &String| dir.starts_with('/') && dir.len() <= MAX_PATH_BYTES && !dir.contains('\0');
-        Self {
-            env: image.env.iter().filter_map(pair).filter(is_good).collect(),
-            cwd: image.working_dir.clone().filter(is_path),
-        }
+        Self { env: image.env.iter().filter_map(pair).filter(is_good).collect(), cwd: image.working_dir.clone().filter(is_path) }
     }
 }
 

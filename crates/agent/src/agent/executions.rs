@@ -382,7 +382,11 @@ impl Agent {
         match report {
             Report::Ready => {
                 self.supervisor.became_ready();
-                self.transfers.root = descriptors.into_iter().next();
+                let mut descriptors = descriptors.into_iter();
+                self.transfers.root = descriptors.next();
+                if let Some(memory) = &mut self.memory {
+                    memory.show_in(descriptors.next().map(File::from));
+                }
                 if std::mem::take(&mut self.restarting) {
                     self.link.say(&FromAgent::NamespaceRestarted);
                 }

@@ -144,7 +144,8 @@ impl Agent {
         let link = Link::new(marker)?;
         let (enforced, groups) = setup::prepare(&config)?;
         let config = AgentConfig { spares: spares::wanted(config.spares, config.memory_bytes), ..config };
-        Self::assemble(config, link, children, Supervisor::new(Instant::now()), enforced, groups)
+        let supervisor = Supervisor::new(Instant::now(), config.memory_bytes);
+        Self::assemble(config, link, children, supervisor, enforced, groups)
     }
 
     fn assemble(

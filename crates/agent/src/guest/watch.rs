@@ -76,12 +76,7 @@ struct Scan {
 }
 
 impl Watching {
-    pub(super) fn new(
-        guest_root: BorrowedFd<'_>,
-        dir: OwnedFd,
-        path: &GuestPath,
-        recursive: bool,
-    ) -> Result<Self, Fault> {
+    pub(super) fn new(guest_root: BorrowedFd<'_>, dir: OwnedFd, path: &GuestPath, recursive: bool) -> Result<Self, Fault> {
         let failed = |error: std::io::Error| Fault::of_io(&path.to_string(), &error);
         let inotify = Inotify::new().map_err(failed)?;
         let root = inotify.add(dir.as_fd(), MASK).map_err(failed)?;

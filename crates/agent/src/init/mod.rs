@@ -63,6 +63,15 @@ pub(crate) fn run() -> io::Result<()> {
     let children = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
     sys::set_name(c"init");
     root::enter()?;
+    let limit = std::env::args().nth(2).and_then(|memory| memory.parse().ok());
+    let meminfo = limit.and_then(|limit| match root::meminfo(limit) {
+        Ok(file) => Some(file),
+        Err(error) => {
+            // Programs then see the memory of the machine.
+            eprintln!("sandboxer-agent init: /proc/meminfo: {error}");
+            None
+        }
+    });
     // While it is still allowed to.
     seccomp::forbid_user_namespaces()?;
     sys::drop_capabilities()?;
@@ -70,8 +79,9 @@ pub(crate) fn run() -> io::Result<()> {
     sys::set_not_dumpable()?;
     let mut init = Init { socket, children: BTreeMap::new() };
     let root = nix::fcntl::open("/", OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
-    init.report(&Report::Ready, &[root.as_raw_fd()])?;
-    drop(root);
+    let handed: Vec<i32> = std::iter::once(root.as_raw_fd()).chain(meminfo.iter().map(AsRawFd::as_raw_fd)).collect();
+    init.report(&Report::Ready, &handed)?;
+    drop((root, meminfo));
     loop {
         let mut waiting = [PollFd::new(socket, PollFlags::POLLIN), PollFd::new(children.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::NONE) {

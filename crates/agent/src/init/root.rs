@@ -11,15 +11,16 @@ use std::{
 };
 
 use nix::{
-    mount::{MntFlags, MsFlags, umount2},
+    mount::{MntFlags, MsFlags, mount, umount2},
     sys::stat::{Mode, SFlag, makedev, mknod},
     unistd::{chdir, pivot_root},
 };
 
-use crate::{setup, sys};
+use crate::{memory, setup, sys};
 
 /// Where code files go; also the only part of the guest's tree that init itself writes to.
 pub(super) const RUN: &str = "/run/sandboxer";
+const PROC_MEMINFO: &str = "/proc/meminfo";
 const RUN_BYTES: u64 = 32 * 1024 * 1024;
 const RUN_INODES: u64 = 4096;
 
@@ -56,6 +57,17 @@ pub(super) fn enter() -> io::Result<()> {
         eprintln!("sandboxer-agent init: {message}");
     }
     Ok(())
+}
+
+/// Puts a file in the place of `/proc/meminfo`, so that programs size themselves by the limit of the
+/// sandbox and not by the machine. The agent keeps the file up to date.
+pub(super) fn meminfo(limit: u64) -> io::Result<fs::File> {
+    let file = Path::new(RUN).join("meminfo");
+    let text = memory::shown(&fs::read_to_string(PROC_MEMINFO)?, limit, 0);
+    let mut opened = fs::OpenOptions::new().write(true).create_new(true).mode(0o444).open(&file)?;
+    opened.write_all(text.as_bytes())?;
+    mount(Some(&file), PROC_MEMINFO, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+    Ok(opened)
 }
 
 /// Replaced at once, so that whoever reads or watches it sees the old one or the new one. The guest may have put anything there.

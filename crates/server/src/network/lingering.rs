@@ -70,11 +70,7 @@ impl AsyncWrite for Lingering {
         self.with(|stream| stream.poll_write(context, data))
     }
 
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        parts: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(mut self: Pin<&mut Self>, context: &mut Context<'_>, parts: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
         self.with(|stream| stream.poll_write_vectored(context, parts))
     }
 

@@ -84,7 +84,7 @@ impl Driver {
                     return;
                 };
                 self.metrics.execution_seconds.observe(execution.asked_at.elapsed().as_secs_f64());
-                info!(execution = %execution.id, code = exit.code, signal = exit.signal, "execution ended");
+                debug!(execution = %execution.id, code = exit.code, signal = exit.signal, "execution ended");
                 execution.state = State::Ended(exit);
                 self.asks.ended(number, &execution.id);
                 self.kill_deadline = None;

@@ -8,7 +8,7 @@ use sandboxer_protocol::{
     limits::OUTPUT_CREDIT_BYTES,
 };
 use tokio::time::Instant;
-use tracing::info;
+use tracing::debug;
 
 use super::{
     admission::{Kind, Moment, Refusal, Verdict, admit},
@@ -215,7 +215,7 @@ impl Driver {
             // A struct of plain fields: writing it can't fail.
             note: serde_json::to_string(&note).unwrap_or_default(),
         };
-        info!(execution = %spec.id, ?language, "execution asked for");
+        debug!(execution = %spec.id, ?language, "execution asked for");
         let execution = Execution::new(number, spec.id.clone(), note, timeout);
         let delivery = Delivery::from_the_start(number, execution.id.clone(), execution.note.encoding);
         self.writer.queue_exec(&spec, request.code.as_bytes());

@@ -38,6 +38,7 @@ pub(super) struct Base;
 /// The whole document, from what the routes say.
 pub(super) fn complete(routes: Document) -> Value {
     let mut document = serde_json::to_value(routes).unwrap_or_default();
+    binary_bodies(&mut document["paths"]);
     let mut schemas = Map::new();
     adopt(&mut schemas, "Configuration", CONFIGURATION);
     adopt(&mut schemas, "Execution", EXECUTION);
@@ -55,6 +56,29 @@ pub(super) fn complete(routes: Document) -> Value {
     document
 }
 
+/// Describes bodies that are not JSON as bytes. utoipa takes `[u8]` for an array of integers, and so
+/// would every generated client.
+fn binary_bodies(part: &mut Value) {
+    match part {
+        Value::Object(fields) => {
+            for (name, value) in fields.iter_mut() {
+                match value.as_object_mut().filter(|_| name == "content") {
+                    Some(kinds) => kinds.iter_mut().for_each(|(kind, body)| binary_body(kind, body)),
+                    None => binary_bodies(value),
+                }
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(binary_bodies),
+        _ => {}
+    }
+}
+
+fn binary_body(kind: &str, body: &mut Value) {
+    if kind != "application/json" && body["schema"]["type"] == "array" {
+        body["schema"] = json!({ "type": "string", "format": "binary" });
+    }
+}
+
 /// A schema with all that it refers to.
 fn adopt(schemas: &mut Map<String, Value>, name: &str, text: &str) {
     let text = text.replace("#/$defs/", "#/components/schemas/");
@@ -63,6 +87,8 @@ fn adopt(schemas: &mut Map<String, Value>, name: &str, text: &str) {
         schemas.append(&mut parts);
     }
     schema.remove("$schema");
+    // Generators name a type by its title, and two schemas here come from one type.
+    schema.remove("title");
     schemas.insert(name.to_owned(), Value::Object(schema));
 }
 
