@@ -16,7 +16,7 @@ use tracing::debug;
 
 use super::{Attachment, Driver, GRACE, GRACE_AT_MOST};
 use crate::sandbox::{
-    client::{ClientPort, Outbox, Outgoing},
+    client::{Acknowledgement, ClientPort, Outbox, Outgoing},
     delivery::Delivery,
     execution::Execution,
 };
@@ -208,7 +208,9 @@ impl Driver {
         }
         let Some(pinged) = client.ping.filter(|pinged| sequence >= Some(pinged.sequence)) else { return };
         client.ping = None;
-        self.acknowledge(pinged.number, pinged.upto, pinged.end);
+        if client.port.acknowledgement == Acknowledgement::ByPong {
+            self.acknowledge(pinged.number, pinged.upto, pinged.end);
+        }
     }
 
     /// A client has this much of an execution for sure.
@@ -330,7 +332,8 @@ impl Client {
         let pong = self.port.pongs.borrow_and_update();
         let sequence = Pinged::sequence_of(&pong).filter(|sequence| pong.has_changed() && *sequence <= self.last_ping.sequence);
         drop(pong);
-        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence)).filter(|_| !self.peeks)
+        let acknowledges = !self.peeks && self.port.acknowledgement == Acknowledgement::ByPong;
+        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence)).filter(|_| acknowledges)
     }
 }
 
