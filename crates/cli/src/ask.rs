@@ -74,7 +74,7 @@ impl Ask {
     /// Whether the server has this.
     pub(crate) fn is_there(&self, path: &str) -> Result<bool> {
         let answer = self.answer("GET", path, None)?;
-        if answer.status == 404 {
+        if matches!(answer.status, 404 | 410) {
             return Ok(false);
         }
         answer.ok().map(|_| true).map_err(|message| anyhow!("{message}"))

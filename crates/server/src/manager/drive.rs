@@ -16,7 +16,7 @@ use crate::{
     obituaries::Obituary,
     sandbox::{
         driver::{Driver, Outcome, Start},
-        farewell::obituary,
+        farewell::{obituary, reason},
         files::{Keeps, OnMade},
         last_use::LastUse,
         record::Record,
@@ -56,7 +56,7 @@ impl Manager {
         let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, tunnel, .. } = running;
         let roller = self.roller();
         let manager = Arc::clone(self);
-        let token_sha256 = record.token_sha256.clone();
+        let (token_sha256, owner) = (record.token_sha256.clone(), record.owner.clone());
         let driver = Driver::new(Start {
             id,
             dir,
@@ -82,8 +82,8 @@ impl Manager {
                 if outcome.is_kept_elsewhere() {
                     return;
                 }
-                let message = obituary(outcome);
-                manager.forget(id, Some(Obituary { message, token_sha256: token_sha256.clone() }));
+                let (message, reason) = (obituary(outcome), reason(outcome));
+                manager.forget(id, Some(Obituary { message, token_sha256: token_sha256.clone(), owner: owner.clone(), reason }));
             }),
             stop: self.stop.subscribe(),
             next_number,

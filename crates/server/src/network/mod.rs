@@ -66,6 +66,17 @@ pub struct NetworkSettings {
     pub own: Vec<SocketAddr>,
 }
 
+/// Why a sandbox does not get the network that was asked for, with the rule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum NotAdmitted {
+    /// It is no rule, or there are too many.
+    Malformed(String),
+    /// This server gives no sandbox a network.
+    NoNetwork(String),
+    /// The rule is more than this server allows.
+    TooMuch(String),
+}
+
 impl Default for NetworkSettings {
     fn default() -> Self {
         Self {
@@ -84,23 +95,24 @@ impl Default for NetworkSettings {
 
 impl NetworkSettings {
     /// What a sandbox asks for, if it may have it. The error says which rule it may not.
-    pub(crate) fn admit(&self, asked: &[String]) -> Result<Vec<Rule>, String> {
+    pub(crate) fn admit(&self, asked: &[String]) -> Result<Vec<Rule>, NotAdmitted> {
         if asked.len() > MAX_RULES {
-            return Err(format!("network.allow: at most {MAX_RULES} rules"));
+            return Err(NotAdmitted::Malformed(format!("network.allow: at most {MAX_RULES} rules")));
         }
         let mut rules = Vec::with_capacity(asked.len());
         for text in asked {
-            let rule: Rule = text.parse().map_err(|error| format!("network.allow: {text:?}: {error}"))?;
+            let rule: Rule = text.parse().map_err(|error| NotAdmitted::Malformed(format!("network.allow: {text:?}: {error}")))?;
             if self.allow.is_empty() {
-                return Err(format!(
+                return Err(NotAdmitted::NoNetwork(format!(
                     "network.allow: {text:?}: this server gives its sandboxes no network (--network-allow names what they may reach)"
-                ));
+                )));
             }
             if !rule.is_within(&self.allow) {
-                return Err(format!("network.allow: {text:?} is more than this server allows (--network-allow)"));
+                return Err(NotAdmitted::TooMuch(format!("network.allow: {text:?} is more than this server allows (--network-allow)")));
             }
             if let Some(denied) = self.deny.iter().find(|denied| rule.is_within(std::slice::from_ref(denied))) {
-                return Err(format!("network.allow: {text:?} is denied by this server (--network-deny {denied})"));
+                let why = format!("network.allow: {text:?} is denied by this server (--network-deny {denied})");
+                return Err(NotAdmitted::TooMuch(why));
             }
             rules.push(rule);
         }
