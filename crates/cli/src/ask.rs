@@ -243,6 +243,7 @@ impl Ask {
 fn hint(answer: &Answer) -> &'static str {
     let message = answer.body["error"]["message"].as_str().unwrap_or_default();
     match answer.body["error"]["code"].as_str().unwrap_or_default() {
+        "gone" => "\n`sandboxer ls` lists the sandboxes that run.",
         "not_found" if message.contains("sandbox") => "\n`sandboxer ls` lists the sandboxes that run.",
         "not_found" if message.contains("filesystem") => "\n`sandboxer fs-snapshot ls` lists them.",
         "not_found" if message.contains("snapshot") => "\n`sandboxer snapshots list` lists them.",

@@ -45,6 +45,10 @@ const NOT_YET: &str = "The server was restarted, and the sandbox does not answer
 const OWNER_SILENT: &str = "The instance that has the sandbox does not answer, and it has not saved the sandbox yet. The sandbox may go on there: attach \
                             again in a moment. If that instance is gone for good, the sandbox is lost.";
 const STILL_LOOKING: &str = "The volume does not answer, or the sandbox is being saved. This is waited for, and the answer comes here.";
+const STILL_ATTACHING: &str = "The client that is attached is asked for a sign of life, the sandbox is being saved, or its \
+                               volume does not answer. This is waited for.";
+const STILL_MAKING: &str =
+    "Making the sandbox takes longer than usual: its files are unpacked, it waits for its turn, or the volume does not answer.";
 
 /// WebSockets at once.
 const MAX_SOCKETS: usize = 5_000;
@@ -150,14 +154,14 @@ enum Waited<T> {
 }
 
 /// The same; a client that waits for long is told so, once.
-async fn listening_and_telling<T>(socket: &mut WebSocket, early: &mut Early, work: impl Future<Output = T>) -> Waited<T> {
+async fn listening_and_telling<T>(socket: &mut WebSocket, early: &mut Early, what: &str, work: impl Future<Output = T>) -> Waited<T> {
     let mut work = std::pin::pin!(work);
     match listening(socket, early, timeout(TELL_WAITING_AFTER, &mut work)).await {
         Waited::For(Ok(done)) => return Waited::For(done),
         Waited::For(Err(_)) => {}
         Waited::Left { too_large } => return Waited::Left { too_large },
     }
-    let update = StatusUpdate::new(Status::Waiting).message(STILL_LOOKING);
+    let update = StatusUpdate::new(Status::Waiting).message(what);
     if let Ok(Err(_)) = timeout(ASKED_WITHIN, send(socket, &ServerEvent::StatusUpdate(update))).await {
         return Waited::Left { too_large: false };
     }
@@ -213,7 +217,7 @@ async fn opened_create(manager: &Arc<Manager>, owner: Option<String>, mut socket
     };
     let making = manager.create(config, owner);
     tokio::pin!(making);
-    let made = match listening(&mut socket, &mut early, &mut making).await {
+    let made = match listening_and_telling(&mut socket, &mut early, STILL_MAKING, &mut making).await {
         Waited::For(made) => made,
         Waited::Left { too_large } => {
             // Nobody knows the id of this sandbox, and nobody ever will.
@@ -301,7 +305,7 @@ async fn opened_attach(
         (handle, saved, owned)
     };
     let mut early = Early::default();
-    let (handle, saved, owned) = match listening_and_telling(&mut socket, &mut early, looking).await {
+    let (handle, saved, owned) = match listening_and_telling(&mut socket, &mut early, STILL_LOOKING, looking).await {
         Waited::For(found) => found,
         Waited::Left { too_large } => return leave(socket, too_large).await,
     };
@@ -412,7 +416,7 @@ async fn refuse_with(mut socket: WebSocket, status: Status, message: &str) -> Re
 async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle, greeting: Vec<ServerEvent>) -> Result<(), axum::Error> {
     let Opening { token, mut socket, mut early, came } = client;
     let (port, ends) = socket::channels();
-    let attached = match listening_and_telling(&mut socket, &mut early, handle.attach(port, greeting)).await {
+    let attached = match listening_and_telling(&mut socket, &mut early, STILL_ATTACHING, handle.attach(port, greeting)).await {
         Waited::For(attached) => attached,
         Waited::Left { too_large } => return leave(socket, too_large).await,
     };
@@ -428,7 +432,7 @@ async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle,
                 handle.gone().await;
                 manager.saved(handle.id).await
             };
-            let saved = match listening_and_telling(&mut socket, &mut early, looking).await {
+            let saved = match listening_and_telling(&mut socket, &mut early, STILL_LOOKING, looking).await {
                 Waited::For(saved) => saved,
                 Waited::Left { too_large } => return leave(socket, too_large).await,
             };

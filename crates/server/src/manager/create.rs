@@ -198,6 +198,7 @@ impl Manager {
         Ok(SandboxConfig {
             idle_timeout: config.idle_timeout.map_or(self.settings.idle_timeout, |seconds| seconds.nonzero()),
             client_gone_timeout,
+            output_window_bytes: Some(self.settings.output_window_bytes),
             env: config.env.unwrap_or_default(),
             cwd: config.cwd,
             limits,

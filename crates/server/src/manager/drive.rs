@@ -47,6 +47,7 @@ impl Manager {
             owner: record.owner.as_deref().map(Arc::from),
             created_at: record.created_at,
             metadata: Arc::new(record.config.metadata.clone()),
+            output_window_bytes: record.config.output_window_bytes,
             last_use: LastUse::at(record.idle_since.unwrap_or_else(jiff::Timestamp::now)),
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
             network: Arc::new(NetworkView::of(&record, &dir)),

@@ -50,6 +50,8 @@ pub(crate) struct Handle {
     /// Which API key it belongs to.
     pub(crate) owner: Option<Arc<str>>,
     pub(crate) created_at: jiff::Timestamp,
+    /// What its agent holds of a stream, as far as is known.
+    pub(crate) output_window_bytes: Option<u64>,
     pub(crate) metadata: Arc<BTreeMap<String, String>>,
     pub(super) last_use: LastUse,
     /// The lease on it, if it is kept on the volume.
@@ -118,6 +120,7 @@ impl Handle {
             generation: Arc::default(),
             owner: None,
             created_at: jiff::Timestamp::UNIX_EPOCH,
+            output_window_bytes: None,
             metadata: Arc::default(),
             last_use: LastUse::at(jiff::Timestamp::UNIX_EPOCH),
             lease: None,

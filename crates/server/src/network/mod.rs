@@ -67,13 +67,16 @@ pub struct NetworkSettings {
 }
 
 /// Why a sandbox does not get the network that was asked for, with the rule.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotAdmitted {
     /// It is no rule, or there are too many.
+    #[error("{0}")]
     Malformed(String),
     /// This server gives no sandbox a network.
+    #[error("{0}")]
     NoNetwork(String),
     /// The rule is more than this server allows.
+    #[error("{0}")]
     TooMuch(String),
 }
 

@@ -62,6 +62,18 @@ async fn the_reason_of_an_end_is_told_to_the_key_that_made_it() {
     assert_eq!(a.ask(ALICE, "DELETE", &sandbox.path).await.0, 204);
     assert_eq!(refusal(&a, ALICE, "GET", &sandbox.path, Value::Null).await, (410, "gone".to_owned()));
     a.attach_as(ALICE, &sandbox, None).await.expect("SANDBOX_NOT_FOUND").await;
+
+    // One that was kept on the volume, and was ended from elsewhere.
+    let b = ground.serve("b").await;
+    let kept = a.create(json!({"enable_checkpoint": true})).await;
+    a.save(&kept).await;
+    assert_eq!(b.ask(ALICE, "DELETE", &kept.path).await.0, 204);
+    for server in [&a, &b] {
+        let (status, told) = server.ask(ALICE, "GET", &kept.path).await;
+        assert_eq!((status, &told["error"]["code"]), (410, &json!("gone")), "{told}");
+        assert!(told["error"]["message"].as_str().unwrap().contains("deleted by its owner"), "{told}");
+        assert_eq!(server.ask(BOB, "GET", &kept.path).await.0, 404, "it is not Bob's");
+    }
 }
 
 #[tokio::test]

@@ -285,7 +285,9 @@ impl Ws {
                 match self.0.next().await.unwrap().unwrap() {
                     Message::Text(text) => {
                         let message: Value = serde_json::from_str(&text).unwrap();
-                        if message["event"] == "status_update" && !skipped.iter().any(|status| message["status"] == **status) {
+                        // Clients ignore that they wait.
+                        let waits = message["status"] == "SANDBOX_WAITING";
+                        if message["event"] == "status_update" && !waits && !skipped.iter().any(|status| message["status"] == **status) {
                             return message;
                         }
                     }

@@ -130,7 +130,7 @@ pub(super) async fn get(of: Of) -> Result<Json<SandboxObject>, ApiError> {
     let row = match of.api.workspaces.sandbox(id, of.who()).await {
         Ok(row) => row,
         Err(error) => {
-            return Err(match of.api.native.missing(id, of.who()) {
+            return Err(match of.api.native.missing(id, of.who()).await {
                 gone @ NativeError::Gone(_) => gone.into(),
                 _ => error.into(),
             });

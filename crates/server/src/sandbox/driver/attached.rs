@@ -122,6 +122,8 @@ impl Driver {
         for event in greeting {
             outbox.event(event);
         }
+        // The one before may have been told that it waits; this one has not.
+        self.client_waiting = None;
         let news = self.execution.as_ref().is_some_and(Execution::has_news);
         let grace = if news { Grace::UntilPong(Instant::now() + GRACE_AT_MOST) } else { Grace::Over };
         self.client = Some(Client {

@@ -35,7 +35,8 @@ pub(crate) struct Watched {
     received: PerStream<u64>,
     /// Output before these offsets was acknowledged.
     acknowledged: PerStream<u64>,
-    /// So much output may be unacknowledged. A request that is sent again gets it again.
+    /// So much output may be unacknowledged. A request that is sent again gets it again. More than the agent's window would have the
+    /// program wait for ever.
     hold: u64,
     /// How many wait for what is told; none: whoever reads this does.
     waiting_for_it: Option<watch::Receiver<usize>>,
@@ -104,7 +105,10 @@ impl Native {
             received: PerStream::default(),
             acknowledged: PerStream::default(),
             // A client that reads events has what it was sent. One that waits for the end has nothing before it.
-            hold: if waiting_for_it.is_some() { self.settings().output_window_bytes.saturating_sub(WINDOW_RESERVE_BYTES) } else { 0 },
+            hold: handle
+                .output_window_bytes
+                .filter(|_| waiting_for_it.is_some())
+                .map_or(0, |window| window.saturating_sub(WINDOW_RESERVE_BYTES)),
             waiting_for_it,
             unanswered: None,
             waiting: std::collections::VecDeque::new(),

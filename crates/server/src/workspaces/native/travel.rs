@@ -166,7 +166,10 @@ impl Native {
             }
         }
         self.manager.go_back(id, to, who.clone()).await?;
-        self.get(id, who.as_deref()).await.ok_or_else(|| self.missing(id, who.as_deref()))
+        match self.get(id, who.as_deref()).await {
+            Some(sandbox) => Ok(sandbox),
+            None => Err(self.missing(id, who.as_deref()).await),
+        }
     }
 
     /// Makes new sandboxes from something saved: all of them, or none. Each comes with the only copy of its token.
@@ -233,17 +236,24 @@ impl Native {
         }
         match self.get(id, who).await {
             Some(_) => Err(NativeError::NotReady(RESTS)),
-            None => Err(self.missing(id, who)),
+            None => Err(self.missing(id, who).await),
         }
     }
 
     /// Why there is no such sandbox.
-    pub(crate) fn missing(&self, id: SandboxId, who: Option<&str>) -> NativeError {
-        self.manager.obituary_of_key(id, who).map_or(NativeError::NotFound("sandbox"), NativeError::Gone)
+    pub(crate) async fn missing(&self, id: SandboxId, who: Option<&str>) -> NativeError {
+        let obituary = match self.manager.obituary_of_key(id, who) {
+            None => self.manager.tombstone_of_key(id, who).await,
+            here => here,
+        };
+        obituary.map_or(NativeError::NotFound("sandbox"), NativeError::Gone)
     }
 
     async fn any(&self, id: SandboxId, who: Option<&str>) -> Result<NativeSandbox, NativeError> {
-        self.get(id, who).await.ok_or_else(|| self.missing(id, who))
+        match self.get(id, who).await {
+            Some(sandbox) => Ok(sandbox),
+            None => Err(self.missing(id, who).await),
+        }
     }
 
     fn kept(&self) -> Result<&Checkpoints, NativeError> {
