@@ -74,7 +74,7 @@ impl Ask {
     /// Whether the server has this.
     pub(crate) fn is_there(&self, path: &str) -> Result<bool> {
         let answer = self.answer("GET", path, None)?;
-        if answer.status == 404 {
+        if matches!(answer.status, 404 | 410) {
             return Ok(false);
         }
         answer.ok().map(|_| true).map_err(|message| anyhow!("{message}"))
@@ -249,6 +249,7 @@ impl Ask {
 fn hint(answer: &Answer) -> &'static str {
     let message = answer.body["error"]["message"].as_str().unwrap_or_default();
     match answer.body["error"]["code"].as_str().unwrap_or_default() {
+        "gone" => "\n`sandboxer ls` lists the sandboxes that run.",
         "not_found" if message.contains("sandbox") => "\n`sandboxer ls` lists the sandboxes that run.",
         "not_found" if message.contains("filesystem") => "\n`sandboxer fs-snapshot ls` lists them.",
         "not_found" if message.contains("snapshot") => "\n`sandboxer snapshots list` lists them.",

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::{
     EXIT_USAGE,
     ask::{Ask, Token, text},
-    exec::{tell_left, to_its_end},
+    exec::{Rewinds, tell_left, to_its_end},
     input::Input,
     passing::{Ending, Leave, Others, block_on, collect, failed, write},
 };
@@ -96,9 +96,10 @@ async fn stay(args: &AttachArgs, sandbox: &Sandbox) -> Result<ExitCode> {
         };
     }
     let on_terminal = run.has_terminal() && !args.no_stdin && io::stdin().is_terminal() && io::stdout().is_terminal();
-    let ending = to_its_end(sandbox, run, !args.no_stdin, on_terminal, &mut leave).await;
-    let ending = ending.map_err(|error| args.ask.explain_any(error))?;
-    if matches!(ending, Ending::Left(_)) {
+    let rewinds = Rewinds::new(sandbox, &run, None);
+    let ending = to_its_end(run, rewinds, !args.no_stdin, on_terminal, &mut leave).await;
+    let (ending, _run) = ending.map_err(|error| args.ask.explain_any(error))?;
+    if matches!(ending, Ending::Left(_) | Ending::BrokenPipe) {
         tell_left(sandbox.id());
     }
     Ok(ending.code())

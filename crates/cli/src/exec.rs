@@ -8,9 +8,10 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Result, bail};
-use sandboxer_client::{Error, Execution, ResumeFrom, Run, Sandbox, SandboxId};
+use anyhow::{Result, anyhow, bail};
+use sandboxer_client::{Error, Execution, ExecutionId, ResumeFrom, Run, Sandbox, SandboxId};
 use serde_json::json;
+use tokio::time::timeout;
 
 use crate::{
     ask::{Ask, Token, pair},
@@ -20,6 +21,12 @@ use crate::{
     terminal::{self, Raw},
 };
 
+/// How often a program is run again that was lost. Beyond it, servers fail too often for it to come to its end.
+const MAX_RERUNS: usize = 10;
+/// How long a program may take to end by SIGPIPE before it is killed.
+const SIGPIPE_ENDS_WITHIN: Duration = Duration::from_secs(2);
+/// How long this command waits for the end of a program that it killed.
+const KILL_ENDS_WITHIN: Duration = Duration::from_secs(10);
 /// The size of a terminal that nobody looks at.
 const USUAL_SIZE: (u16, u16) = (24, 80);
 
@@ -28,7 +35,10 @@ const USUAL_SIZE: (u16, u16) = (24, 80);
     after_help = "Either CODE with its language, or a command behind --, whose arguments reach it exactly as they are: no shell reads them.\n\
                         Exit code: the program's own, or 128 and the number of the signal that ended it; 125 if it could not be run, 64 for a wrong \
                         command line. Its input is this command's. Ctrl-C interrupts the program, a second one kills it; Ctrl-\\ leaves it running, \
-                        for `sandboxer attach`. A server that is restarted or hands the sandbox over is a short wait and nothing else."
+                        for `sandboxer attach`. A server that is restarted or hands the sandbox over is a short wait and nothing else. If a server fails, a sandbox with \
+                        checkpoints comes back from its last save. A program that began later is lost with the time that was not saved: this command \
+                        says so and exits with 125, or runs the program again with --rerun. If the reader of this command's output goes away, as with `| head`, the \
+                        program gets SIGPIPE and is killed if it goes on, and this command exits with 141."
 )]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -47,6 +57,10 @@ pub(crate) struct Args {
     /// Give it no input: it is at its end from the start
     #[arg(long, short)]
     no_stdin: bool,
+    /// Run the program again, from its beginning, if a server failed and the sandbox came back from a save of before the program
+    /// began. It gets no input
+    #[arg(long, conflicts_with_all = ["tty", "detach"])]
+    rerun: bool,
     /// Kill the program after this time
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
@@ -116,7 +130,7 @@ async fn execute(args: &Args, id: SandboxId, language: String, code: String) -> 
 
 async fn in_sandbox(args: &Args, sandbox: &Sandbox, language: String, code: String) -> Result<ExitCode> {
     let reads_program = args.program.as_deref() == Some("-");
-    let feed = !args.no_stdin && !reads_program && !args.detach;
+    let feed = !args.no_stdin && !args.rerun && !reads_program && !args.detach;
     let on_terminal = args.tty && feed && io::stdin().is_terminal();
     // Output is passed on as it is, whatever it is.
     let mut execution = Execution::new(language, code).raw(true).stdin(feed);
@@ -136,6 +150,7 @@ async fn in_sandbox(args: &Args, sandbox: &Sandbox, language: String, code: Stri
         let (rows, cols) = terminal::size().unwrap_or(USUAL_SIZE);
         execution = terminal::about_here(execution).tty(rows, cols);
     }
+    let again = args.rerun.then(|| execution.clone());
     let mut run = sandbox.run(execution).await.map_err(|error| args.ask.explain(error))?;
     if args.detach {
         let told = json!({ "sandbox_id": sandbox.id().to_string(), "execution_id": run.id().to_string() });
@@ -144,27 +159,101 @@ async fn in_sandbox(args: &Args, sandbox: &Sandbox, language: String, code: Stri
     let mut leave = Leave::new()?;
     if args.ask.json {
         let input = feed.then(Input::begin);
-        let _others = Others::begin(&mut run, input.as_ref())?;
-        return tokio::select! {
-            code = leave.asked() => Ok(ExitCode::from(code)),
-            collected = collect(sandbox, &mut run) => collected,
-        };
+        let mut rewinds = Rewinds::new(sandbox, &run, again);
+        loop {
+            let others = Others::begin(&mut run, input.as_ref())?;
+            let collected = tokio::select! {
+                code = leave.asked() => return Ok(ExitCode::from(code)),
+                collected = collect(sandbox, &mut run) => collected,
+            };
+            drop(others);
+            match collected {
+                Err(error) => run = rewinds.go_on(error).await.map_err(|error| args.ask.explain_any(error))?,
+                collected => return collected,
+            }
+        }
     }
-    let ending = to_its_end(sandbox, run, feed, on_terminal, &mut leave).await.map_err(|error| args.ask.explain_any(error))?;
+    let rewinds = Rewinds::new(sandbox, &run, again);
+    let (ending, mut run) = to_its_end(run, rewinds, feed, on_terminal, &mut leave).await.map_err(|error| args.ask.explain_any(error))?;
     match &ending {
         Ending::Exit(exit) => tell_timeout(exit, args.timeout),
         Ending::Left(_) => tell_left(sandbox.id()),
-        Ending::BrokenPipe => {}
+        Ending::BrokenPipe => end_unread(&mut run).await,
     }
     Ok(ending.code())
+}
+
+/// Ends a program whose output nothing reads any longer: it gets the signal that a program in a local pipeline gets.
+async fn end_unread(run: &mut Run) {
+    eprintln!("sandboxer: nothing reads the output any longer, so the program gets SIGPIPE");
+    // An error means that the program has ended already.
+    let _ = run.signal("SIGPIPE").await;
+    if timeout(SIGPIPE_ENDS_WITHIN, run.wait()).await.is_err() {
+        eprintln!("sandboxer: the program goes on after SIGPIPE, so it is killed");
+        let _ = run.kill().await;
+        if timeout(KILL_ENDS_WITHIN, run.wait()).await.is_err() {
+            eprintln!("sandboxer: the program has not ended yet");
+        }
+    }
 }
 
 pub(crate) fn tell_left(id: SandboxId) {
     eprintln!("sandboxer: the program goes on. See it again: sandboxer attach {id}   End it: sandboxer kill {id}");
 }
 
-/// Stays with a program to its end. Where the sandbox had to go back to its last save, it stays with what the program is there, and says so.
-pub(crate) async fn to_its_end(sandbox: &Sandbox, run: Run, feed: bool, on_terminal: bool, leave: &mut Leave) -> Result<Ending> {
+/// What happens to a program whose sandbox comes back from its last save.
+pub(crate) struct Rewinds<'a> {
+    sandbox: &'a Sandbox,
+    /// The program that this command stays with.
+    id: ExecutionId,
+    /// The program to run if that one was lost.
+    again: Option<Execution>,
+    reruns: usize,
+}
+
+impl<'a> Rewinds<'a> {
+    pub(crate) fn new(sandbox: &'a Sandbox, run: &Run, again: Option<Execution>) -> Self {
+        Self { sandbox, id: run.id().clone(), again, reruns: 0 }
+    }
+
+    /// The run to go on with after this error: the same program at an earlier moment, or the program once more.
+    async fn go_on(&mut self, error: anyhow::Error) -> Result<Run> {
+        if !matches!(error.downcast_ref::<Error>(), Some(Error::Rewound { .. })) {
+            return Err(error);
+        }
+        let lost = match self.sandbox.resume_execution(&self.id).await {
+            Ok(run) => {
+                eprintln!(
+                    "sandboxer: the sandbox came back from its last save: the program goes on from there, and what it did since then is undone"
+                );
+                return Ok(run);
+            }
+            Err(lost @ Error::ExecutionLost { .. }) => lost,
+            Err(error) => return Err(error.into()),
+        };
+        let told = "the sandbox came back from a save of before the program began, so the program and what it did are lost";
+        match &self.again {
+            Some(execution) if self.reruns < MAX_RERUNS => {
+                self.reruns += 1;
+                eprintln!("sandboxer: {told}; running it again");
+                let run = self.sandbox.run(execution.clone()).await?;
+                self.id = run.id().clone();
+                Ok(run)
+            }
+            Some(_) => Err(anyhow!("{told}; it was run {} times. {lost}", self.reruns + 1)),
+            None => Err(anyhow!("{told}. {lost}")),
+        }
+    }
+}
+
+/// Stays with a program to its end, also where its sandbox comes back from its last save.
+pub(crate) async fn to_its_end(
+    run: Run,
+    mut rewinds: Rewinds<'_>,
+    feed: bool,
+    on_terminal: bool,
+    leave: &mut Leave,
+) -> Result<(Ending, Run)> {
     let (mut run, mut input) = (run, None);
     loop {
         let ended = if on_terminal {
@@ -175,21 +264,9 @@ pub(crate) async fn to_its_end(sandbox: &Sandbox, run: Run, feed: bool, on_termi
         } else {
             pass_on(&mut run, feed.then(|| &*input.get_or_insert_with(Input::begin)), leave).await
         };
-        let error = match ended {
-            Ok(ending) => return Ok(ending),
-            Err(error) => error,
-        };
-        match error.downcast_ref::<Error>() {
-            Some(Error::Rewound { .. }) => {
-                eprintln!(
-                    "sandboxer: the sandbox came back from its last save: what it did since then is undone, and it goes on from there"
-                );
-                match sandbox.resume().await? {
-                    Some(found) => run = found,
-                    None => return Err(error.context("the program had not begun then")),
-                }
-            }
-            _ => return Err(error),
+        match ended {
+            Ok(ending) => return Ok((ending, run)),
+            Err(error) => run = rewinds.go_on(error).await?,
         }
     }
 }

@@ -82,8 +82,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         }
         Command::Ls => {
             let list = ask.list("/v1/filesystem-snapshots")?;
-            let fields = ["name", "entries", "content_bytes", "size_bytes", "created_at"];
-            ask.print(&list, |list| table(&["NAME", "ENTRIES", "CONTENT", "BYTES", "CREATED"], list, &fields))
+            let fields = ["name", "entries", "content_bytes", "size_bytes", "created_at", "error"];
+            ask.print(&list, |list| table(&["NAME", "ENTRIES", "CONTENT", "BYTES", "CREATED", "DAMAGE"], list, &fields))
         }
         Command::Get { name } => ask.print(&ask.ask("GET", &place(name)?, None)?, details),
         Command::Rm { name } => {

@@ -30,9 +30,9 @@ mod travel;
 mod tree;
 mod workspaces;
 
-use std::process::ExitCode;
+use std::{env, ffi::OsStr, process::ExitCode};
 
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, builder::Resettable};
 
 /// What a wrong command line or configuration exits with (EX_USAGE of sysexits.h).
 const EXIT_USAGE: u8 = 64;
@@ -109,13 +109,24 @@ enum Command {
     Man(pages::ManArgs),
 }
 
+/// An environment variable that is empty counts as unset: a file of settings can name every variable.
+fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let is_empty = |name: &OsStr| env::var_os(name).is_some_and(|value| value.is_empty());
+    let command = command.mut_args(|argument| match argument.get_env() {
+        Some(name) if is_empty(name) => argument.env(Resettable::Reset),
+        _ => argument,
+    });
+    command.mut_subcommands(without_empty_variables)
+}
+
 fn main() -> ExitCode {
     if let Some(done) = serve_files::if_asked_for() {
         return done;
     }
     // A shell that wants to know how a line goes on sets a variable; then nothing else is done.
     clap_complete::CompleteEnv::with_factory(completion::command).complete();
-    let cli = match Cli::try_parse() {
+    let parsed = without_empty_variables(Cli::command()).try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
             // Nothing can be done where even this can't be printed.

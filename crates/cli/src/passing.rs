@@ -26,7 +26,7 @@ pub(crate) enum Ending {
     Exit(Exit),
     /// The program goes on; this command ends, by a signal or since its user said so.
     Left(u8),
-    /// Nobody reads the output any longer. The program goes on.
+    /// The reader of the output has gone. The program goes on, unless the caller ends it.
     BrokenPipe,
 }
 

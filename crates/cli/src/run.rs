@@ -21,6 +21,8 @@ use crate::{
 
 /// A sandbox whose command was killed is not kept for long, but for longer than the command tries to come back.
 pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(180);
+/// A throwaway sandbox ends so long after the server has seen that its command has gone, whatever runs in it.
+pub(crate) const CLIENT_GONE_TIMEOUT: Duration = Duration::from_secs(60);
 /// A server that is not there is told soon.
 pub(crate) const OPEN_WITHIN: Duration = Duration::from_secs(2);
 const REMOVE_WITHIN: Duration = Duration::from_secs(5);
@@ -29,7 +31,8 @@ const REMOVE_WITHIN: Duration = Duration::from_secs(5);
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit code: the program's own, or 128 and the number of the signal that ended it; 125 if it could not be run, \
                         64 for a wrong command line. Its input is this command's, unless that is a terminal. Ctrl-C interrupts the \
-                        program; a second one kills it.")]
+                        program; a second one kills it. The sandbox and the program end a minute after this command has gone, \
+                        however it ended.")]
 pub(crate) struct RunArgs {
     /// The language of the program: python or bash; not needed for a file that ends in .py or .sh
     #[arg(long, short, value_name = "LANGUAGE")]
@@ -121,7 +124,8 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<ExitCode> {
 
 async fn execute(args: &RunArgs, language: String, code: String) -> anyhow::Result<ExitCode> {
     let feed = args.program != "-" && !io::stdin().is_terminal();
-    let options = Options::default().connection(args.ask.connection()?.open_within(OPEN_WITHIN)).idle_timeout(IDLE_TIMEOUT);
+    let options = Options::default().connection(args.ask.connection()?.open_within(OPEN_WITHIN));
+    let options = options.idle_timeout(IDLE_TIMEOUT).client_gone_timeout(CLIENT_GONE_TIMEOUT);
     let sandbox = Sandbox::create(&args.ask.servers(), args.inside.on(options)).await.map_err(|error| args.ask.explain(error))?;
     let result = in_sandbox(args, &sandbox, language, code, feed).await;
     remove(sandbox, result.is_err()).await;

@@ -11,9 +11,9 @@ use sandboxer_client::{Execution, Options, ResumeFrom, Sandbox};
 use crate::{
     EXIT_USAGE,
     ask::{Ask, Token, pair},
-    exec::{tell_left, to_its_end},
+    exec::{Rewinds, tell_left, to_its_end},
     passing::{Ending, Leave, block_on, failed},
-    run::{IDLE_TIMEOUT, OPEN_WITHIN, remove},
+    run::{CLIENT_GONE_TIMEOUT, IDLE_TIMEOUT, OPEN_WITHIN, remove},
     terminal,
 };
 
@@ -85,7 +85,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 }
 
 async fn make(args: &Args) -> Result<Sandbox> {
-    let mut options = Options::default().connection(args.ask.connection()?.open_within(OPEN_WITHIN)).idle_timeout(IDLE_TIMEOUT);
+    let options = Options::default().connection(args.ask.connection()?.open_within(OPEN_WITHIN));
+    let mut options = options.idle_timeout(IDLE_TIMEOUT).client_gone_timeout(CLIENT_GONE_TIMEOUT);
     if let Some(image) = &args.image {
         options = options.image(image);
     }
@@ -106,5 +107,7 @@ async fn in_sandbox(args: &Args, sandbox: &Sandbox) -> Result<Ending> {
         execution = execution.env(name, value);
     }
     let run = sandbox.run(execution).await.map_err(|error| args.ask.explain(error))?;
-    to_its_end(sandbox, run, true, true, &mut leave).await.map_err(|error| args.ask.explain_any(error))
+    let rewinds = Rewinds::new(sandbox, &run, None);
+    let ended = to_its_end(run, rewinds, true, true, &mut leave).await;
+    ended.map(|(ending, _run)| ending).map_err(|error| args.ask.explain_any(error))
 }

@@ -25,6 +25,20 @@ fn a_wrong_command_line_exits_with_64_and_help_with_0() {
 }
 
 #[test]
+fn an_empty_variable_counts_as_unset() {
+    let help = sandboxer().args(["serve", "--help"]).assert().success();
+    let help = String::from_utf8_lossy(&help.get_output().stdout).into_owned();
+    let names: Vec<&str> = help.split("[env: ").skip(1).filter_map(|rest| rest.split('=').next()).collect();
+    assert!(names.len() > 10 && names.contains(&"CHECKPOINT_AND_RESTORE_PATH"), "{names:?}");
+    let directory = tempfile::tempdir().unwrap();
+    let mut serve = sandboxer();
+    serve.envs(names.iter().map(|name| (name, ""))).args(["serve", "--listen", "nonsense", "--data-dir"]).arg(directory.path());
+    let output = serve.assert().code(64);
+    let told = String::from_utf8_lossy(&output.get_output().stderr).into_owned();
+    assert!(told.contains("--listen") && !names.iter().any(|name| told.contains(name)), "{told}");
+}
+
+#[test]
 fn an_empty_image_directory_lists_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let output = sandboxer().args(["image", "ls", "--json", "--image-dir"]).arg(directory.path().join("new")).assert().success();

@@ -135,6 +135,15 @@ impl Sandbox {
         Ok(inner.map(|inner| Run { runtime: self.runtime.clone(), inner }))
     }
 
+    /// As [`crate::Sandbox::resume_execution`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn resume_execution(&self, id: &ExecutionId) -> Result<Run, Error> {
+        let inner = self.runtime.block_on(self.inner.resume_execution(id))?;
+        Ok(Run { runtime: self.runtime.clone(), inner })
+    }
+
     /// As [`crate::Sandbox::close`].
     pub fn close(self) {
         self.runtime.block_on(self.inner.close());

@@ -41,9 +41,7 @@ pub(crate) enum Command {
         reply: oneshot::Sender<Result<UserEnd, Error>>,
     },
     /// The execution that was there already, if there is one.
-    Resume {
-        reply: oneshot::Sender<Option<UserEnd>>,
-    },
+    Resume(Resume),
     /// Answered by whether the execution still runs.
     Control {
         id: ExecutionId,
@@ -61,6 +59,14 @@ pub(crate) enum Command {
     Close {
         reply: oneshot::Sender<()>,
     },
+}
+
+/// How an execution that was there already is asked for.
+#[derive(Debug)]
+pub(crate) struct Resume {
+    /// No other execution than this one is handed out. None: any.
+    pub(crate) only: Option<ExecutionId>,
+    pub(crate) reply: oneshot::Sender<Result<Option<UserEnd>, Error>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -89,7 +95,7 @@ pub(crate) struct Driver {
     live: Option<DriverEnd>,
     /// An execution that was there already, until somebody asks for it.
     found: Option<(UserEnd, bool)>,
-    resume: Option<oneshot::Sender<Option<UserEnd>>>,
+    resume: Option<Resume>,
     killed: Option<oneshot::Sender<()>>,
     went_back: Option<(u64, oneshot::Sender<()>)>,
     closing: bool,
@@ -275,8 +281,8 @@ impl Driver {
                 };
                 let _ = reply.send(runs);
             }
-            User::Command(Some(Command::Resume { reply })) => {
-                self.resume = Some(reply);
+            User::Command(Some(Command::Resume(resume))) => {
+                self.resume = Some(resume);
                 self.hand_over_found();
             }
             User::Command(Some(Command::WentBack { generation, reply })) => {
@@ -316,11 +322,16 @@ impl Driver {
     }
 
     fn hand_over_found(&mut self) {
-        if self.session.is_ready()
-            && let Some(reply) = self.resume.take()
-            && let Err(Some(user)) = reply.send(self.found.take().map(|(user, _)| user))
-        {
-            // Whoever asked has gone: it is still there for the next.
+        if !self.session.is_ready() {
+            return;
+        }
+        let Some(Resume { only, reply }) = self.resume.take() else { return };
+        let now = self.found.as_ref().map(|(user, _)| user.id.clone());
+        if let Some(id) = only.filter(|id| now.as_ref() != Some(id)) {
+            // The execution that is there stays for a caller that asks for any. A failed send means that the caller has gone.
+            let _ = reply.send(Err(Error::ExecutionLost { id, now }));
+        } else if let Err(Ok(Some(user))) = reply.send(Ok(self.found.take().map(|(user, _)| user))) {
+            // The caller has gone: the execution is still there for the next one.
             self.found = Some((user, true));
         }
     }

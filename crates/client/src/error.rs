@@ -2,7 +2,10 @@
 
 use std::fmt;
 
-use sandboxer_protocol::client::{EndReason, ErrorCode};
+use sandboxer_protocol::{
+    ExecutionId,
+    client::{EndReason, ErrorCode},
+};
 
 /// Why a call failed. The kind says what to do.
 ///
@@ -51,6 +54,10 @@ pub enum Error {
     /// it now can be had by [`Sandbox::resume`](crate::Sandbox::resume).
     #[error("The sandbox was set back to an earlier state (generation {generation}).")]
     Rewound { generation: u64 },
+    /// The sandbox was set back to a time before this execution began, or has run another one since: how it ended is not known.
+    /// `now` is the execution that the sandbox has instead. Run the program again if that is safe.
+    #[error("The execution {id} was lost with the time that the sandbox had not saved.")]
+    ExecutionLost { id: ExecutionId, now: Option<ExecutionId> },
     /// The program's input is closed: it has ended, or end of input was sent.
     #[error("The program takes no more input.")]
     InputClosed,

@@ -120,6 +120,7 @@ impl Connection {
 /// let thrown_away = Options::default().checkpoint(true).checkpoint_when_idle(false).idle_timeout(Duration::from_secs(60));
 /// let with_tools = Options::default().image("default").filesystem_snapshot("tools").allow_host("*.example.org").drop_detached_output();
 /// let elsewhere = Options::default().api_key("key");
+/// let with_me = Options::default().client_gone_timeout(Duration::from_secs(60));
 /// let patient = Options::default().connection(Connection::default().open_within(Duration::from_secs(60)));
 /// ```
 #[derive(Debug, Clone, Default)]
@@ -147,6 +148,14 @@ impl Options {
     #[must_use]
     pub fn idle_timeout(mut self, timeout: Duration) -> Self {
         self.config.idle_timeout = Some(timeout.into());
+        self
+    }
+
+    /// How long it goes on without a client, even while something runs in it; zero: for as long as something runs, which is the default.
+    /// It can't be combined with [`checkpoint`](Self::checkpoint). Servers of an older version ignore it.
+    #[must_use]
+    pub fn client_gone_timeout(mut self, timeout: Duration) -> Self {
+        self.config.client_gone_timeout = Some(timeout.into());
         self
     }
 

@@ -157,6 +157,9 @@ pub struct FilesystemInfo {
     pub content_bytes: u64,
     /// How much it takes, shared with others or not.
     pub size_bytes: u64,
+    /// It is damaged and can't be used, for this reason. It can be deleted and replaced; nothing but its name is known of it.
+    #[serde(default)]
+    pub error: Option<String>,
 }
 
 /// Where a sandbox goes back to.
@@ -432,7 +435,7 @@ fn accepted(answer: Answer) -> Result<Value, Error> {
     let code: ErrorCode = serde_json::from_value(error["code"].clone()).unwrap_or(ErrorCode::Unknown);
     let message = error["message"].as_str().unwrap_or("The server did not say why.").to_owned();
     Err(match answer.status {
-        404 => Error::NotFound { message },
+        404 | 410 => Error::NotFound { message },
         409 if error["code"] == "in_use" => Error::InUse { message },
         400 | 413 | 422 if !matches!(code, ErrorCode::LimitTooHigh | ErrorCode::CheckpointNotEnabled) => Error::Invalid { message },
         _ => Error::Refused { code, message },

@@ -10,7 +10,7 @@ use tokio::{
 
 use crate::{
     Api, Connection, Error, Execution, Files, Options, Run,
-    driver::{Command, Control, Driver, Shared},
+    driver::{Command, Control, Driver, Resume, Shared},
     route::{Addresses, Route},
     session::{Identity, Session},
 };
@@ -241,8 +241,35 @@ impl Sandbox {
     /// # Errors
     /// Whatever ended the connection.
     pub async fn resume(&self) -> Result<Option<Run>, Error> {
-        let user = self.inner.ask(|reply| Command::Resume { reply }).await?;
+        let user = self.inner.ask(|reply| Command::Resume(Resume { only: None, reply })).await??;
         Ok(user.map(|user| Run::new(user, self.inner.clone())))
+    }
+
+    /// The execution `id`, after [`Error::Rewound`]: the state that the sandbox was set back to may have it, or another one, or none.
+    ///
+    /// ```no_run
+    /// # async fn example(sandbox: sandboxer_client::Sandbox) -> Result<(), sandboxer_client::Error> {
+    /// use sandboxer_client::Error;
+    ///
+    /// let mut run = sandbox.bash("make").await?;
+    /// let id = run.id().clone();
+    /// while let Err(Error::Rewound { .. }) = run.wait().await {
+    ///     run = match sandbox.resume_execution(&id).await {
+    ///         Err(Error::ExecutionLost { .. }) => sandbox.bash("make").await?,
+    ///         resumed => resumed?,
+    ///     };
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// Cancel-safe.
+    ///
+    /// # Errors
+    /// [`Error::ExecutionLost`] if the sandbox does not have it, and whatever ended the connection.
+    pub async fn resume_execution(&self, id: &ExecutionId) -> Result<Run, Error> {
+        let user = self.inner.ask(|reply| Command::Resume(Resume { only: Some(id.clone()), reply })).await??;
+        let user = user.ok_or_else(|| Error::ExecutionLost { id: id.clone(), now: None })?;
+        Ok(Run::new(user, self.inner.clone()))
     }
 
     /// Leaves the sandbox. It goes on, with whatever runs in it, and can be attached to. Output that came and was not consumed is

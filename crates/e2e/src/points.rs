@@ -49,6 +49,23 @@ impl FailPoints {
         fs::rename(new, self.dir.path().join("armed")).unwrap();
     }
 
+    /// Every write stands still from here on, until [`FailPoints::go_on`]: a server looks up its points before each, and this is a FIFO
+    /// that nothing is written into.
+    pub fn stall(&self) {
+        let new = self.dir.path().join("new");
+        nix::unistd::mkfifo(&new, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        fs::rename(new, self.dir.path().join("armed")).unwrap();
+    }
+
+    /// The writes that stand still go on.
+    pub fn go_on(&self) {
+        let path = self.dir.path().join("armed");
+        // Opened in both directions it opens at once, and whoever waits in an open of it goes on to its end.
+        let fifo = fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        fs::remove_file(path).unwrap();
+        drop(fifo);
+    }
+
     pub fn disarm(&self) {
         fs::remove_file(self.dir.path().join("armed")).unwrap();
     }

@@ -46,6 +46,8 @@ pub struct Ws {
     attached: bool,
     /// Pieces may come again; the test puts them together by offset itself.
     pub repeats_allowed: bool,
+    /// `SANDBOX_WAITING` is not passed over.
+    pub hears_waiting: bool,
     pub sandbox_id: String,
     pub sandbox_token: String,
 }
@@ -73,6 +75,7 @@ impl Ws {
                 ends: HashMap::new(),
                 attached: path.starts_with("/attach"),
                 repeats_allowed: false,
+                hears_waiting: false,
                 sandbox_id: String::new(),
                 sandbox_token: String::new(),
             }),
@@ -165,6 +168,8 @@ impl Ws {
         loop {
             let received = tokio::time::timeout_at(deadline, self.stream.next()).await.ok()?;
             let incoming = match received {
+                // A slow disk is told of too. Clients that don't know this status ignore it.
+                Some(Ok(Message::Text(text))) if !self.hears_waiting && text.contains("\"SANDBOX_WAITING\"") => continue,
                 Some(Ok(Message::Text(text))) => {
                     self.note(format!("← {}", shorten(&text)));
                     let message = serde_json::from_str(&text).unwrap_or_else(|error| panic!("the server sent no JSON: {error}"));

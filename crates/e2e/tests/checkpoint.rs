@@ -222,9 +222,12 @@ async fn what_is_not_there_is_not_found_and_no_lock_is_written() {
 #[tokio::test]
 async fn without_its_token_nothing_is_restored_or_locked() {
     let volume = Volume::default();
-    let keyed = |volume: &Volume| volume.options().env("SANDBOXER_API_KEYS", "mine:0123456789abcdef0123456789abcdef").start();
+    let keyed = |volume: &Volume| {
+        volume.options().env("SANDBOXER_API_KEYS", "mine:0123456789abcdef0123456789abcdef,other:fedcba9876543210fedcba9876543210").start()
+    };
     let (a, b) = (keyed(&volume), keyed(&volume));
     let key = ("authorization", "Bearer 0123456789abcdef0123456789abcdef");
+    let other = ("authorization", "Bearer fedcba9876543210fedcba9876543210");
     let mut ws = Ws::connect(a.address(), "/create", &[key]).await.unwrap();
     ws.send(json!({"enable_checkpoint": true})).await;
     ws.expect_created().await;
@@ -236,14 +239,14 @@ async fn without_its_token_nothing_is_restored_or_locked() {
     for (id, token) in
         [(id.as_str(), None), (id.as_str(), Some(wrong.as_str())), ("3f0c8a52-3b1e-4c53-9d0e-0a7c1e1f2b3d", Some(token.as_str()))]
     {
-        let headers: Vec<_> = [key].into_iter().chain(token.map(|token| ("x-sandbox-token", token))).collect();
+        let headers: Vec<_> = [other].into_iter().chain(token.map(|token| ("x-sandbox-token", token))).collect();
         let mut ws = Ws::connect(b.address(), &format!("/attach/{id}"), &headers).await.unwrap();
         ws.expect_status("SANDBOX_PERMISSION_DENIAL_ERROR").await;
         ws.expect_error("permission_denied").await;
         ws.expect_close(4000).await;
     }
     assert_eq!(volume.record(&id), record);
-    let mut ws = Ws::connect(b.address(), &format!("/attach/{id}"), &[key, ("x-sandbox-token", &token)]).await.unwrap();
+    let mut ws = Ws::connect(b.address(), &format!("/attach/{id}"), &[other, ("x-sandbox-token", &token)]).await.unwrap();
     ws.expect_status("SANDBOX_RESTORING").await;
     ws.expect_status("SANDBOX_RUNNING").await;
 }

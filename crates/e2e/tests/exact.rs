@@ -215,6 +215,29 @@ async fn reconnecting_to_what_has_ended_says_its_end_again() {
 }
 
 #[tokio::test]
+async fn every_reconnect_to_a_finished_program_tells_its_end() {
+    let mut ws = Ws::create(shared()).await;
+    let id = ws.sandbox_id.clone();
+    ws.run(json!({"language": "bash", "code": "echo 12345; exit 3", "execution_id": "e"})).await;
+    ws.close().await;
+    for _ in 0..3 {
+        let mut ws = Ws::attach(shared(), &id).await;
+        ws.repeats_allowed = true;
+        for _ in 0..2 {
+            ws.send(json!({"action": "reconnect"})).await;
+            let resumed = ws.next().await;
+            assert_eq!((&resumed["event"], &resumed["running"]), (&json!("resumed"), &json!(false)), "{resumed}");
+            let outcome = ws.until_done().await;
+            assert_eq!((&outcome.done["execution_id"], outcome.exit_code()), (&json!("e"), Some(3)), "{:?}", outcome.done);
+            // From here on its end is acknowledged: the ping behind it is answered before this is.
+            ws.send(json!({"action": "kill_process"})).await;
+            ws.expect_status("SANDBOX_EXECUTION_FORCE_KILLED").await;
+        }
+        ws.close().await;
+    }
+}
+
+#[tokio::test]
 async fn an_offset_that_is_no_longer_held_is_told_and_output_goes_on_from_what_is() {
     let mut ws = Ws::create(shared()).await;
     ws.start(json!({"language": "bash", "code": "echo 12345; read -r line; echo 67890", "execution_id": "e"})).await;

@@ -8,6 +8,7 @@ use std::{
     io::Write as _,
     os::unix::{ffi::OsStringExt as _, fs::PermissionsExt as _},
     process::Stdio,
+    time::Duration,
 };
 
 use nix::sys::signal::Signal;
@@ -196,8 +197,8 @@ async fn a_program_goes_on_through_every_restart_of_the_server_with_every_byte()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn where_keys_are_asked_for_the_token_of_what_was_made_here_is_known_and_no_other() {
-    let server = Options::default().env("SANDBOXER_API_KEYS", "me:a-key-of-mine-0123456789").start();
+async fn a_sandbox_is_opened_by_its_makers_key_or_its_token() {
+    let server = Options::default().env("SANDBOXER_API_KEYS", "me:a-key-of-mine-0123456789,other:a-key-of-others-0123456").start();
     let cli = Cli::new(&server);
     assert!(cli.fails(1, ["ls"]).contains("SANDBOXER_API_KEY"));
     assert!(cli.fails(1, ["create", "--api-key", "wrong"]).contains("401"));
@@ -211,12 +212,14 @@ async fn where_keys_are_asked_for_the_token_of_what_was_made_here_is_known_and_n
     assert_eq!((mode(&file), mode(&cli.tokens())), (0o600, 0o700));
     let output = cli.output(["exec", &id, key[0], key[1], "--", "echo", "mine"]);
     assert_eq!(stdout_of(&output), "mine\n", "{}", stderr_of(&output));
-    // Somebody else of the same key has no token, unless it is told.
-    let other = Cli::new(&server);
-    let denied = other.fails(125, ["exec", &id, key[0], key[1], "--", "true"]);
+    // The same key on another machine needs no token. Another key has to be told the token.
+    let elsewhere = Cli::new(&server);
+    assert_eq!(elsewhere.ok(["exec", &id, key[0], key[1], "--", "echo", "elsewhere"]), "elsewhere\n");
+    let other = ["--api-key", "a-key-of-others-0123456"];
+    let denied = elsewhere.fails(125, ["exec", &id, other[0], other[1], "--", "true"]);
     assert!(denied.contains("--token"), "{denied}");
     let token = fs::read_to_string(&file).unwrap();
-    assert_eq!(other.ok(["exec", &id, key[0], key[1], "--token", token.trim(), "--", "echo", "told"]), "told\n");
+    assert_eq!(elsewhere.ok(["exec", &id, other[0], other[1], "--token", token.trim(), "--", "echo", "told"]), "told\n");
     assert!(made(&cli, &["rm", &id]).status.success());
     assert!(!file.exists());
 }
@@ -253,4 +256,72 @@ async fn what_a_new_user_gets_wrong_first_is_told_with_what_to_do() {
     let (one, two) = (cli.create(&[]), cli.create(&[]));
     let listed = cli.ok(["ls", "--server", &format!("ws://{}", shared().address())]);
     assert!(listed.contains(&one) && listed.contains(&two), "{listed}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn attach_to_a_finished_program_exits_as_it_did() {
+    let cli = Cli::new(shared());
+    let id = cli.create(&[]);
+    assert_eq!(cli.output(["exec", &id, "-l", "bash", "echo mine; exit 7"]).status.code(), Some(7));
+    // Its end was told before, and is told to every client that asks.
+    for _ in 0..2 {
+        let mut attached = cli.spawn(["attach", "--no-stdin", &id]);
+        assert_eq!(attached.exited().await.code(), Some(7), "{:?}", attached.stderr());
+    }
+    assert_eq!(cli.ok(["exec", &id, "--", "echo", "free"]), "free\n");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_program_whose_reader_has_gone_ends_as_in_a_pipeline() {
+    let cli = Cli::new(shared());
+    let id = cli.create(&[]);
+    for (program, kill) in [("exec yes", false), ("trap '' PIPE; while :; do echo y; done", true)] {
+        let mut child = cli
+            .command(["exec", "--no-stdin", &id, "--", "bash", "-c", program])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut first = [0; 2];
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut first).unwrap();
+        assert_eq!(&first, b"y\n");
+        // As `head -1` does.
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        let said = stderr_of(&output);
+        assert_eq!((output.status.code(), said.contains("SIGPIPE"), said.contains("killed")), (Some(141), true, kill), "{said}");
+        assert!(cli.fails(1, ["kill", &id]).contains("Nothing runs"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_program_that_a_rewind_lost_is_told_or_run_again() {
+    /// Shorter than usual, so that it runs out while the test waits.
+    const LEASE: Duration = Duration::from_secs(6);
+    let volume = Volume::default();
+    let (mut a, mut b, c) = (volume.serve_with_lease(LEASE), volume.serve_with_lease(LEASE), volume.serve());
+    let cli = Cli::at(&[a.address(), b.address(), c.address()]);
+    let id = cli.create(&["--checkpoint"]);
+    assert_eq!(cli.ok(["exec", &id, "--", "echo", "of another program"]), "of another program\n");
+    let saved = || volume.record(&id)["latest"].is_string() && volume.metadata(&id)["lastCheckpointedAt"].is_string();
+    eventually("the disconnect is saved", DEADLINE, saved).await;
+    // Of the first generation it does not end, and of a later one it does.
+    let code = "generation=$(cat /run/sandboxer/generation); echo $generation; [ $generation -gt $1 ] || sleep 1000; exit 5";
+    let program = |below: &'static str, more: &[&'static str]| {
+        let options = [&["exec", "--no-stdin"], more, &[id.as_str()]].concat();
+        cli.spawn([&options[..], &["--", "bash", "-c", code, "bash", below]].concat())
+    };
+    let mut lost = program("1", &[]);
+    lost.printed(1).await;
+    a.burn_down();
+    assert_eq!(lost.exited().await.code(), Some(125), "{:?}", lost.stderr());
+    assert_eq!(lost.stdout().len(), 1, "nothing of another program: {:?}", lost.stdout());
+    assert!(lost.stderr().concat().contains("lost"), "{:?}", lost.stderr());
+
+    let mut again = program("2", &["--rerun"]);
+    again.printed(1).await;
+    b.burn_down();
+    assert_eq!(again.exited().await.code(), Some(5), "{:?}", again.stderr());
+    assert_eq!(again.stdout().len(), 2, "{:?}", again.stdout());
+    assert!(again.stderr().concat().contains("running it again"), "{:?}", again.stderr());
 }

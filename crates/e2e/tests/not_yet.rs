@@ -106,13 +106,13 @@ async fn a_filesystem_snapshot_that_is_not_configured_fails_and_the_connection_s
 }
 
 #[test]
-fn what_is_missing_of_the_resource_api_says_so() {
+fn an_address_that_does_not_exist_is_not_found() {
     let address = shared().address();
     for (method, path) in [("GET", "/v1"), ("GET", "/v1/nothing-of-the-kind")] {
         let answer = http::request(address, method, path, &[]).unwrap();
-        assert_eq!(answer.status, 501, "{method} {path}");
+        assert_eq!(answer.status, 404, "{method} {path}");
         let error = answer.json()["error"].clone();
-        assert_eq!(error["code"], "not_implemented", "{method} {path}: {error}");
+        assert_eq!(error["code"], "not_found", "{method} {path}: {error}");
         assert!(error["message"].as_str().is_some_and(|message| message.len() > 10), "{error}");
     }
 }

@@ -8,9 +8,10 @@ use sandboxer_e2e::{Options, Server, User, Ws, as_both_users, command, http, sha
 use serde_json::json;
 
 const KEY: &str = "key-of-the-tests-0123456789abcdef";
+const OTHER_KEY: &str = "key-of-others-0123456789abcdef0";
 
 fn keyed(user: User) -> Server {
-    Options::default().user(user).env("SANDBOXER_API_KEYS", KEY).start()
+    Options::default().user(user).env("SANDBOXER_API_KEYS", format!("tests:{KEY},others:{OTHER_KEY}")).start()
 }
 
 async fn denied(server: &Server, path: &str, headers: &[(&str, &str)]) {
@@ -38,9 +39,9 @@ async fn with_keys_on_everything_but_health_needs_one(user: User) {
     assert_eq!(get("/metrics", &[("X-API-Key", KEY)]), 200);
 }
 
-async fn with_keys_on_an_attach_needs_the_token_and_an_unknown_id_is_denied_alike(user: User) {
+async fn an_attach_needs_the_key_that_made_it_or_the_token(user: User) {
     let server = keyed(user);
-    let key = ("X-API-Key", KEY);
+    let (key, other) = (("X-API-Key", KEY), ("X-API-Key", OTHER_KEY));
     let mut ws = Ws::connect(server.address(), "/create", &[key]).await.unwrap();
     ws.send(json!({})).await;
     ws.expect_created().await;
@@ -48,13 +49,19 @@ async fn with_keys_on_an_attach_needs_the_token_and_an_unknown_id_is_denied_alik
     let (id, token) = (ws.sandbox_id.clone(), ws.sandbox_token.clone());
     ws.close().await;
     let path = format!("/attach/{id}");
-    denied(&server, &path, &[key]).await;
-    denied(&server, &path, &[key, ("X-Sandbox-Token", "wrong")]).await;
-    denied(&server, &format!("{path}?sandbox_token=wrong"), &[key]).await;
+    denied(&server, &path, &[other]).await;
+    for key in [key, other] {
+        denied(&server, &path, &[key, ("X-Sandbox-Token", "wrong")]).await;
+        denied(&server, &format!("{path}?sandbox_token=wrong"), &[key]).await;
+    }
+    // An unknown id gets the same answer.
+    denied(&server, &format!("/attach/{}", uuid::Uuid::new_v4()), &[key]).await;
     denied(&server, &format!("/attach/{}", uuid::Uuid::new_v4()), &[key, ("X-Sandbox-Token", &token)]).await;
-    for (path, headers) in
-        [(path.clone(), vec![key, ("X-Sandbox-Token", token.as_str())]), (format!("{path}?sandbox_token={token}"), vec![key])]
-    {
+    for (path, headers) in [
+        (path.clone(), vec![key]),
+        (path.clone(), vec![other, ("X-Sandbox-Token", token.as_str())]),
+        (format!("{path}?sandbox_token={token}"), vec![other]),
+    ] {
         let mut ws = Ws::connect(server.address(), &path, &headers).await.unwrap();
         ws.expect_status("SANDBOX_RUNNING").await;
         ws.expect_alive().await;
@@ -164,7 +171,7 @@ print('found in', sorted(found))
 
 as_both_users!(
     with_keys_on_everything_but_health_needs_one,
-    with_keys_on_an_attach_needs_the_token_and_an_unknown_id_is_denied_alike,
+    an_attach_needs_the_key_that_made_it_or_the_token,
     without_keys_the_id_opens_it_but_a_token_that_is_given_must_be_right,
     nothing_of_the_host_can_be_read,
     tokens_and_keys_are_in_no_memory_that_the_guest_can_reach,

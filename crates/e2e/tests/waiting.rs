@@ -7,7 +7,7 @@
 use std::{fs, time::Duration};
 
 use futures_util::future::join_all;
-use sandboxer_e2e::{CutProxy, DEADLINE, Fault, Incoming, Server, Volume, Ws, eventually, host};
+use sandboxer_e2e::{CutProxy, DEADLINE, FailPoints, Fault, Incoming, Options, Server, Volume, Ws, eventually, host};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
@@ -221,4 +221,92 @@ async fn a_client_that_is_only_said_to_be_attached_keeps_nothing() {
     assert!(running.get("rewound").is_none(), "{running}");
     assert_eq!(next.bash("cat f").await.ok(), "kept\n");
     drop(ws);
+}
+
+/// A client is told within two seconds that it waits; the rest is for a busy machine.
+const TOLD_WITHIN: Duration = Duration::from_secs(5);
+
+async fn told_to_wait(ws: &mut Ws) {
+    told_to_wait_within(ws, TOLD_WITHIN).await;
+}
+
+/// The next that it hears is that it waits, but for the end of what ran before.
+async fn told_to_wait_within(ws: &mut Ws, time: Duration) {
+    ws.hears_waiting = true;
+    loop {
+        match ws.incoming_within(time).await {
+            Some(Incoming::Message(told)) if told["status"] == "SANDBOX_WAITING" => {
+                assert!(told["message"].is_string(), "{told}");
+                break;
+            }
+            Some(Incoming::Message(told)) if told["status"] == "SANDBOX_EXECUTION_DONE" => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    ws.hears_waiting = false;
+}
+
+/// A lease that is over soon.
+fn with_short_lease(options: Options) -> Options {
+    options.arg("--lease").arg("4")
+}
+
+#[tokio::test]
+async fn a_checkpoint_and_an_attach_on_a_hanging_volume_are_told() {
+    let (volume, points) = (Volume::default(), FailPoints::default());
+    let server = points.on(volume.options()).start();
+    let mut ws = Ws::create_kept(&server).await;
+    let id = ws.sandbox_id.clone();
+    points.stall();
+    ws.send(json!({"action": "checkpoint"})).await;
+    ws.expect_status("SANDBOX_CHECKPOINTING").await;
+    told_to_wait(&mut ws).await;
+    let mut late = Ws::open(&server, &format!("/attach/{id}")).await;
+    told_to_wait(&mut late).await;
+    points.go_on();
+    ws.expect_status("SANDBOX_CHECKPOINTED").await;
+    ws.expect_close(1000).await;
+    late.expect_status("SANDBOX_RESTORING").await;
+    late.expect_running_after(LONG).await;
+}
+
+#[tokio::test]
+async fn a_client_of_an_owner_without_its_volume_is_told() {
+    let (volume, points) = (Volume::default(), FailPoints::default());
+    let server = with_short_lease(points.on(volume.options())).start();
+    let id = volume.saved_sandbox(&server, "kept").await;
+    let mut ws = Ws::attach(&server, &id).await;
+    points.stall();
+    told_to_wait_within(&mut ws, LONG).await;
+    ws.vanish();
+    let mut late = Ws::open(&server, &format!("/attach/{id}")).await;
+    told_to_wait(&mut late).await;
+    points.go_on();
+    late.expect_running_after(LONG).await;
+    late.may_repeat();
+    assert_eq!(late.bash("cat f").await.ok(), "kept\n");
+}
+
+#[tokio::test]
+async fn a_silent_owner_before_its_first_save_is_not_called_lost() {
+    let (volume, points) = (Volume::default(), FailPoints::default());
+    let (a, b) = (with_short_lease(points.on(volume.options())).start(), with_short_lease(volume.options()).start());
+    let mut ws = Ws::create_kept(&a).await;
+    let _ = ws.bash("echo mine > f").await.ok();
+    points.stall();
+    let mut other = wait_at(&b, &ws.sandbox_id).await;
+    // Its own client is there, and says so when it is asked.
+    let said = tokio::select! {
+        said = other.incoming_within(LONG) => said,
+        said = ws.incoming_within(LONG) => panic!("{said:?}"),
+    };
+    match said {
+        Some(Incoming::Message(told)) if told["status"] == "SANDBOX_HANDOFF_IN_PROGRESS" => {
+            assert!(told["message"].as_str().unwrap().contains("not saved the sandbox yet"), "{told}");
+        }
+        said => panic!("{said:?}"),
+    }
+    other.expect_close(1011).await;
+    points.go_on();
+    assert_eq!(ws.bash("cat f").await.ok(), "mine\n");
 }

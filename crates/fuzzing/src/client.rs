@@ -27,7 +27,7 @@ fn accepted(request: &Request) {
         Request::Configure(config) => {
             let metadata: usize = config.metadata.iter().flatten().map(|(name, value)| name.len() + value.len()).sum();
             assert!(metadata <= MAX_METADATA_BYTES);
-            check_times(&[config.idle_timeout, config.autosave_seconds]);
+            check_times(&[config.idle_timeout, config.client_gone_timeout, config.autosave_seconds]);
             check_place(config.env.as_ref(), config.cwd.as_deref());
         }
         Request::Execute(execute) => {

@@ -6,6 +6,7 @@
 mod catalogue;
 mod collecting;
 mod import;
+mod presence;
 mod spool;
 
 use std::{
@@ -18,18 +19,18 @@ use std::{
 use sandboxer_layer::{Limits as ArchiveLimits, Summary};
 use sandboxer_protocol::{SandboxId, client::ErrorCode};
 use sandboxer_store::{
-    Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, Manifest, ManifestAt, Place, Saver,
-    Source, Volume, VolumeKey, failpoint::FailPoints, layer_file,
+    Action, Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, Manifest, ManifestAt, Place,
+    Saver, Source, Volume, VolumeKey, failpoint::FailPoints, layer_file,
 };
 use serde_json::Map;
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use self::spool::NotTaken;
 pub(crate) use self::{
     catalogue::SavedFilesystem,
     spool::{Form, Piece, Pieces, Spool, spool},
 };
+use self::{presence::Presence, spool::NotTaken};
 use crate::{
     checkpoints::{StoredImages, other, private_dir, tenant},
     images::Images,
@@ -66,6 +67,8 @@ pub(crate) type Refusal = (ErrorCode, String);
 
 pub(crate) struct Filesystems {
     volume: Volume,
+    /// Notices that the volume's directory is another one, or none.
+    presence: Option<Presence>,
     saver: Saver,
     place: Place,
     key: Option<VolumeKey>,
@@ -126,6 +129,7 @@ impl Filesystems {
         let loader = Loader::new(volume.clone(), index.clone());
         let saver = Saver::new(volume.clone(), index).with_pack_bytes(PACK_BYTES);
         Ok(Self {
+            presence: place.directory().map(Presence::of).transpose()?,
             cache: Cache::open(&data_dir.join("filesystem-cache"), cache_bytes, loader.clone()).map_err(other)?,
             images: StoredImages::new(saver.clone(), loader, data_dir.join("filesystem-images")),
             volume,
@@ -151,7 +155,7 @@ impl Filesystems {
         match self.volume.has_filesystem(tenant(order.owner.as_deref()), order.name).await {
             Ok(false) => Ok(()),
             Ok(true) => Err(taken(order.name)),
-            Err(error) => Err(failed(&error.whole())),
+            Err(error) => Err(not_made(&error)),
         }
     }
 
@@ -176,7 +180,7 @@ impl Filesystems {
     }
 
     async fn save(&self, order: &Order, path: PathBuf, summary: Summary, may_act: impl Fn() -> bool) -> Result<Manifest, Refusal> {
-        let whole = |error: Error| failed(&error.whole());
+        let whole = |error: Error| not_made(&error);
         let image = match &order.image {
             Some(image) => Some(self.images.put(image).await.map_err(whole)?),
             None => None,
@@ -209,8 +213,16 @@ impl Filesystems {
     pub(crate) async fn find(&self, owner: Option<&str>, name: FilesystemName) -> Result<Option<Manifest>, Error> {
         match self.volume.manifest(ManifestAt::Filesystem { tenant: tenant(owner), name }).await {
             Ok(manifest) => Ok(Some(manifest)),
-            Err(Error::NotFound { .. }) => Ok(None),
+            Err(Error::NotFound { .. }) => self.present().await.map(|()| None),
             Err(error) => Err(error),
+        }
+    }
+
+    /// A volume whose directory has gone has nothing, which says nothing of what it had.
+    async fn present(&self) -> Result<(), Error> {
+        match &self.presence {
+            Some(presence) => presence.check().await,
+            None => Ok(()),
         }
     }
 
@@ -223,7 +235,7 @@ impl Filesystems {
                 let message = format!("There is no filesystem snapshot {name}.");
                 Err(CreateError::new(ErrorCode::UnknownFilesystemSnapshot, message))
             }
-            Err(error) => Err(unusable(&error.whole())),
+            Err(error) => Err(not_used(&error)),
         }
     }
 
@@ -248,13 +260,13 @@ impl Filesystems {
         {
             files = self.cache.files(&Arc::new(newer), self.limits.bytes).await;
         }
-        Ok(Layer::of(files.map_err(|error| unusable(&error.whole()))?))
+        Ok(Layer::of(files.map_err(|error| not_used(&error))?))
     }
 
     /// The archive of this very snapshot, or none.
     pub(crate) async fn bring_this(&self, template: &Template) -> Result<Layer, CreateError> {
         let files = self.cache.files(&template.manifest, self.limits.bytes).await;
-        Ok(Layer::of(files.map_err(|error| unusable(&error.whole()))?))
+        Ok(Layer::of(files.map_err(|error| not_used(&error))?))
     }
 }
 
@@ -296,4 +308,43 @@ pub(crate) fn failed(why: &str) -> Refusal {
 
 fn unusable(why: &str) -> CreateError {
     CreateError::new(ErrorCode::FilesystemSnapshotFailed, format!("The filesystem snapshot can't be used: {why}."))
+}
+
+/// Why a snapshot was not made.
+fn not_made(error: &Error) -> Refusal {
+    let (_, message) = failed(&damage(error));
+    (code_of(error), message)
+}
+
+/// Why a snapshot can't be used.
+fn not_used(error: &Error) -> CreateError {
+    CreateError { code: code_of(error), ..unusable(&damage(error)) }
+}
+
+/// Why nothing can be said of a snapshot, or its archive not be sent.
+pub(crate) fn unreadable(error: &Error) -> Refusal {
+    let message = match error.action() {
+        Action::Unavailable => format!("The volume of filesystem snapshots can't be used: {}.", error.whole()),
+        _ => format!("The filesystem snapshot can't be read: {}.", damage(error)),
+    };
+    (code_of(error), message)
+}
+
+fn code_of(error: &Error) -> ErrorCode {
+    // A full volume answers.
+    if error.action() == Action::Unavailable && !error.is_full() {
+        ErrorCode::VolumeUnavailable
+    } else {
+        ErrorCode::FilesystemSnapshotFailed
+    }
+}
+
+/// What is wrong with a snapshot, and what to do about it.
+pub(crate) fn damage(error: &Error) -> String {
+    match error {
+        Error::Damaged { file, fault } => {
+            format!("{file} is damaged: {fault}; delete the snapshot, replace it, or restore the file from a backup of the volume")
+        }
+        error => error.whole(),
+    }
 }

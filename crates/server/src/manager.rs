@@ -50,7 +50,7 @@ use crate::{
     leaving::Leaving,
     metrics::Metrics,
     network::{AllPlaces, NetworkSettings},
-    obituaries::Obituaries,
+    obituaries::{Obituaries, Obituary},
     sandbox::driver::Stop,
     settings::Settings,
     tenants::Tenants,
@@ -192,6 +192,17 @@ impl Manager {
         let obituary = self.obituaries.get(id)?;
         let known = token.is_some_and(|token| same_secret(token, &obituary.token_sha256));
         (known || !self.settings.access.needs_token()).then_some(obituary.message)
+    }
+
+    /// The same for an API key: with keys, for the one that made it.
+    pub(crate) fn obituary_of_key(&self, id: SandboxId, who: Option<&str>) -> Option<Obituary> {
+        let obituary = self.obituaries.get(id)?;
+        (!self.settings.access.needs_token() || who.is_some() && obituary.owner.as_deref() == who).then_some(obituary)
+    }
+
+    /// Whether this API key made a sandbox that is not in memory.
+    pub(crate) async fn made_by(&self, id: SandboxId, who: Option<&str>) -> bool {
+        who.is_some() && self.on_volume(id, who).await.is_ok_and(|there| there.is_some())
     }
 
     /// Those that run here.

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use sandboxer_protocol::SandboxId;
+use sandboxer_protocol::{SandboxId, client::EndReason};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
@@ -30,6 +30,12 @@ pub(crate) struct Obituaries {
 pub(crate) struct Obituary {
     pub(crate) message: String,
     pub(crate) token_sha256: String,
+    /// The API key that made it, by its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) owner: Option<String>,
+    /// None: its client, its owner or its idle time ended it, or the server that wrote this was older.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) reason: Option<EndReason>,
 }
 
 #[derive(Debug, Default)]
@@ -111,12 +117,26 @@ mod tests {
     fn a_reason_is_remembered_across_a_restart_and_forgotten_in_time() {
         let dir = tempfile::tempdir().unwrap();
         let id = SandboxId::random();
-        let obituary = Obituary { message: "killed".to_owned(), token_sha256: "00".to_owned() };
+        let obituary = Obituary {
+            message: "killed".to_owned(),
+            token_sha256: "00".to_owned(),
+            owner: Some("alice".to_owned()),
+            reason: Some(EndReason::OutOfMemory),
+        };
         Obituaries::open(dir.path().into(), Duration::from_secs(3600)).unwrap().add(id, obituary.clone());
         let next = Obituaries::open(dir.path().into(), Duration::from_secs(3600)).unwrap();
         assert_eq!(next.get(id), Some(obituary));
         let later = Obituaries::open(dir.path().into(), Duration::ZERO).unwrap();
         assert_eq!(later.get(id), None);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn an_obituary_of_an_older_server_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let id = SandboxId::random();
+        fs::write(dir.path().join(id.to_string()), r#"{"message":"killed","token_sha256":"00"}"#).unwrap();
+        let read = Obituaries::open(dir.path().into(), Duration::from_secs(3600)).unwrap().get(id).unwrap();
+        assert_eq!((read.message.as_str(), read.owner, read.reason), ("killed", None, None));
     }
 }

@@ -219,7 +219,7 @@ impl Node {
             Arrival::RestoreFailed(_) => Answer::RestoreFailed,
             Arrival::NotHeld(sought) => match sought {
                 Sought::Held(_) | Sought::NotFound => Answer::NotFound,
-                Sought::NeverSaved => Answer::NeverSaved,
+                Sought::NeverSaved { .. } => Answer::NeverSaved,
                 Sought::Gone(_) => Answer::Gone,
                 Sought::InUse => Answer::InUse,
                 Sought::HandoffInProgress => Answer::HandoffInProgress,

@@ -126,7 +126,8 @@ impl Error {
     }
 
     /// The volume has no room left.
-    pub(crate) fn is_full(&self) -> bool {
+    #[must_use]
+    pub fn is_full(&self) -> bool {
         let mut cause = std::error::Error::source(self);
         while let Some(error) = cause {
             if error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::StorageFull) {

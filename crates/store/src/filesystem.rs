@@ -131,6 +131,22 @@ impl Volume {
         }
     }
 
+    /// When the manifest of one was written, by the volume's own clock, whether or not it can be read. None: there is none.
+    ///
+    /// # Errors
+    /// The volume can't be read.
+    pub async fn filesystem_written_at(&self, tenant: Tenant, name: FilesystemName) -> Result<Option<jiff::Timestamp>> {
+        let path = ManifestAt::Filesystem { tenant, name }.path();
+        match self.store().head(&path).await {
+            Ok(about) => {
+                let ms = about.last_modified.timestamp_millis();
+                Ok(Some(jiff::Timestamp::from_millisecond(ms).unwrap_or(jiff::Timestamp::UNIX_EPOCH)))
+            }
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::volume("look at", &path, error)),
+        }
+    }
+
     /// The names of a tenant's filesystem snapshots, in order.
     ///
     /// # Errors

@@ -94,7 +94,8 @@ fn name_of(sought: &Sought) -> &'static str {
     match sought {
         Sought::Held(_) => "held",
         Sought::NotFound => "not found",
-        Sought::NeverSaved => "never saved",
+        Sought::NeverSaved { owner: None } => "never saved",
+        Sought::NeverSaved { owner: Some(_) } => "silent and never saved",
         Sought::Gone(_) => "gone",
         Sought::InUse => "in use",
         Sought::HandoffInProgress => "in progress",
@@ -336,7 +337,7 @@ async fn a_dead_owner_is_followed_when_its_lease_is_over() {
 async fn what_was_never_saved_is_left_to_its_owner() {
     let volume = Volume::new();
     drop(volume.create("a").await);
-    assert_eq!(name_of(&volume.seek("b").await), "never saved");
+    assert_eq!(name_of(&volume.seek("b").await), "silent and never saved");
     assert_eq!(volume.there().record.epoch, 1);
     let owner = volume.instance("a").resume(volume.id, 1);
     let mut events = owner.events;

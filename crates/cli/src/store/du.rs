@@ -14,6 +14,10 @@ use serde_json::json;
 
 use super::{Store, gc, status};
 
+/// The volume has snapshots of the sandbox and no record: it was made without checkpoints, or its record was collected. Its server
+/// alone knows whether it runs.
+const NO_RECORD: &str = "no record";
+
 pub(super) async fn run(store: &Store, keep_checkpoints: usize, as_json: bool) -> Result<ExitCode> {
     let whole = |error: sandboxer_store::Error| anyhow::anyhow!(error.whole());
     // Base images are nobody's.
@@ -35,7 +39,7 @@ pub(super) async fn run(store: &Store, keep_checkpoints: usize, as_json: bool) -
         let Some(id) = id else { continue };
         let row = Row {
             id: *id,
-            status: statuses.get(id).copied().unwrap_or("gone"),
+            status: statuses.get(id).copied().unwrap_or(NO_RECORD),
             checkpoints: store.volume.checkpoints(*id).await?.len(),
             snapshots: snapshots.get(id).copied().unwrap_or(0),
             share: *share,

@@ -173,7 +173,10 @@ async fn a_sandbox_that_was_set_back_is_told_of_and_what_runs_in_it_can_be_had()
     assert_eq!(sandbox.generation(), 7);
     let busy = sandbox.python("3").await.unwrap_err();
     assert!(matches!(&busy, Error::Refused { code: ErrorCode::ExecutionInProgress, message } if message.contains("resume")), "{busy:?}");
-    let earlier = sandbox.resume().await.unwrap().expect("it runs");
+    // The other execution is not taken for the lost one, and stays to be had.
+    let lost = sandbox.resume_execution(run.id()).await.unwrap_err();
+    assert_eq!(lost, Error::ExecutionLost { id: run.id().clone(), now: Some("earlier".parse().unwrap()) });
+    let earlier = sandbox.resume_execution(&"earlier".parse().unwrap()).await.unwrap();
     assert_eq!(earlier.id().to_string(), "earlier");
     let output = earlier.output().await.unwrap();
     assert!(output.exit.success() && output.stdout == server.model().program.as_ref().unwrap().output.stdout);

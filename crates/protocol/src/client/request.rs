@@ -89,6 +89,9 @@ pub struct CreateConfig {
     /// Seconds without client and execution after which the sandbox is saved or deleted; 0: never.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle_timeout: Option<Seconds>,
+    /// Seconds without a client after which the sandbox is deleted, even while an execution runs; 0: never.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_gone_timeout: Option<Seconds>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub enable_checkpoint: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -47,6 +47,7 @@ statuses! {
     FilesystemSnapshotCreating = "SANDBOX_FILESYSTEM_SNAPSHOT_CREATING",
     FilesystemSnapshotCreated = "SANDBOX_FILESYSTEM_SNAPSHOT_CREATED",
     FilesystemSnapshotError = "SANDBOX_FILESYSTEM_SNAPSHOT_ERROR",
+    Waiting = "SANDBOX_WAITING",
     LockReleaseRequested = "SANDBOX_LOCK_RELEASE_REQUESTED",
     Killing = "SANDBOX_KILLING",
     Killed = "SANDBOX_KILLED",

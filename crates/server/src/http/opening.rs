@@ -26,7 +26,7 @@ use crate::{
     manager::{ArriveError, Arrived, CreateError, Created, Handle, Manager, Saved},
     sandbox::{
         client::FromClient,
-        driver::{Attachment, GRACE, GRACE_AT_MOST, Stop},
+        driver::{Attachment, GRACE, GRACE_AT_MOST, Stop, TELL_WAITING_AFTER},
     },
 };
 
@@ -42,6 +42,13 @@ const ASKED_WITHIN: Duration = Duration::from_secs(1);
 const IN_USE: &str = "Another client is attached to this sandbox. Attach again when it has gone.";
 const HANDOFF_IN_PROGRESS: &str = "The sandbox is being handed to another instance. Attach again in a moment.";
 const NOT_YET: &str = "The server was restarted, and the sandbox does not answer it yet. It is tried again. Attach again in a moment.";
+const OWNER_SILENT: &str = "The instance that has the sandbox does not answer, and it has not saved the sandbox yet. The sandbox may go on there: attach \
+                            again in a moment. If that instance is gone for good, the sandbox is lost.";
+const STILL_LOOKING: &str = "The volume does not answer, or the sandbox is being saved. This is waited for, and the answer comes here.";
+const STILL_ATTACHING: &str = "The client that is attached is asked for a sign of life, the sandbox is being saved, or its \
+                               volume does not answer. This is waited for.";
+const STILL_MAKING: &str =
+    "Making the sandbox takes longer than usual: its files are unpacked, it waits for its turn, or the volume does not answer.";
 
 /// WebSockets at once.
 const MAX_SOCKETS: usize = 5_000;
@@ -73,6 +80,7 @@ pub(super) async fn create(
 
 pub(super) async fn attach(
     State(manager): State<Arc<Manager>>,
+    Extension(Owner(owner)): Extension<Owner>,
     Path(id): Path<String>,
     Query(query): Query<AttachQuery>,
     headers: HeaderMap,
@@ -88,7 +96,7 @@ pub(super) async fn attach(
     }
     upgrade_with(&manager, upgrade).on_upgrade(move |socket| async move {
         let _open = (manager.sockets.token(), manager.metrics.client());
-        if let Err(error) = opened_attach(&manager, &id, token.as_deref(), socket).await {
+        if let Err(error) = opened_attach(&manager, &id, (owner.as_deref(), token.as_deref()), socket).await {
             debug!(%error, "a client went away before it was attached");
         }
     })
@@ -145,6 +153,21 @@ enum Waited<T> {
     },
 }
 
+/// The same; a client that waits for long is told so, once.
+async fn listening_and_telling<T>(socket: &mut WebSocket, early: &mut Early, what: &str, work: impl Future<Output = T>) -> Waited<T> {
+    let mut work = std::pin::pin!(work);
+    match listening(socket, early, timeout(TELL_WAITING_AFTER, &mut work)).await {
+        Waited::For(Ok(done)) => return Waited::For(done),
+        Waited::For(Err(_)) => {}
+        Waited::Left { too_large } => return Waited::Left { too_large },
+    }
+    let update = StatusUpdate::new(Status::Waiting).message(what);
+    if let Ok(Err(_)) = timeout(ASKED_WITHIN, send(socket, &ServerEvent::StatusUpdate(update))).await {
+        return Waited::Left { too_large: false };
+    }
+    listening(socket, early, work).await
+}
+
 /// Waits for something, and listens to the client meanwhile: its pings are answered, and it is noticed when it goes.
 async fn listening<T>(socket: &mut WebSocket, early: &mut Early, work: impl Future<Output = T>) -> Waited<T> {
     tokio::pin!(work);
@@ -194,7 +217,7 @@ async fn opened_create(manager: &Arc<Manager>, owner: Option<String>, mut socket
     };
     let making = manager.create(config, owner);
     tokio::pin!(making);
-    let made = match listening(&mut socket, &mut early, &mut making).await {
+    let made = match listening_and_telling(&mut socket, &mut early, STILL_MAKING, &mut making).await {
         Waited::For(made) => made,
         Waited::Left { too_large } => {
             // Nobody knows the id of this sandbox, and nobody ever will.
@@ -257,7 +280,12 @@ async fn refuse(mut socket: WebSocket, error: &CreateError) -> Result<(), axum::
     socket::close(socket, CloseCode::Application).await
 }
 
-async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mut socket: WebSocket) -> Result<(), axum::Error> {
+async fn opened_attach(
+    manager: &Arc<Manager>,
+    id: &str,
+    (owner, token): (Option<&str>, Option<&str>),
+    mut socket: WebSocket,
+) -> Result<(), axum::Error> {
     let id = id.parse::<SandboxId>().ok();
     let looking = async {
         let handle = match id {
@@ -268,19 +296,25 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
             (None, Some(id)) => manager.saved(id).await,
             _ => None,
         };
-        (handle, saved)
+        // The key that made a sandbox may have it without its token.
+        let owned = match (&handle, id) {
+            (Some(handle), _) => owner.is_some() && handle.owner.as_deref() == owner,
+            (None, Some(id)) => saved.is_some() && token.is_none() && manager.made_by(id, owner).await,
+            (None, None) => false,
+        };
+        (handle, saved, owned)
     };
     let mut early = Early::default();
-    let (handle, saved) = match listening(&mut socket, &mut early, looking).await {
+    let (handle, saved, owned) = match listening_and_telling(&mut socket, &mut early, STILL_LOOKING, looking).await {
         Waited::For(found) => found,
         Waited::Left { too_large } => return leave(socket, too_large).await,
     };
     let needs_token = manager.settings().access.needs_token();
     let allowed = match (&handle, &saved, token) {
         (Some(handle), _, Some(token)) => handle.opens(token),
-        (Some(_), _, None) => !needs_token,
+        (Some(_), _, None) => owned || !needs_token,
         (None, Some(Saved::There(there)), Some(token)) => there.opens(token),
-        (None, Some(Saved::There(_)), None) => !needs_token,
+        (None, Some(Saved::There(_)), None) => owned || !needs_token,
         // Who has to show a token is not told which sandboxes there are, unless it is the right one of one that was.
         (None, _, token) => !needs_token || id.is_some_and(|id| manager.obituary(id, token).is_some()),
     };
@@ -288,6 +322,11 @@ async fn opened_attach(manager: &Arc<Manager>, id: &str, token: Option<&str>, mu
         return going_away(socket, how).await;
     }
     if !allowed {
+        if handle.is_none()
+            && let Some(gone) = id.and_then(|id| manager.obituary_of_key(id, owner))
+        {
+            return refuse_with(socket, Status::NotFound, &gone.message).await;
+        }
         let message = "The token is missing or wrong. Send the sandbox_token that came with the sandbox_id.";
         send(&mut socket, &ServerEvent::StatusUpdate(StatusUpdate::new(Status::PermissionDenialError).message(message))).await?;
         send(&mut socket, &ServerEvent::Error(ErrorEvent::new(ErrorCode::PermissionDenied, message))).await?;
@@ -341,6 +380,7 @@ async fn not_restored(mut socket: WebSocket, why: ArriveError) -> Result<(), axu
         ArriveError::InUse => return refuse_with(socket, Status::InUse, IN_USE).await,
         ArriveError::HandoffInProgress => return refuse_with(socket, Status::HandoffInProgress, HANDOFF_IN_PROGRESS).await,
         ArriveError::NotYet => return refuse_with(socket, Status::HandoffInProgress, NOT_YET).await,
+        ArriveError::OwnerSilent => return refuse_with(socket, Status::HandoffInProgress, OWNER_SILENT).await,
         ArriveError::Later(code, why) => (code, why),
         ArriveError::Failed(why) => (ErrorCode::RestoreFailed, why),
     };
@@ -376,7 +416,11 @@ async fn refuse_with(mut socket: WebSocket, status: Status, message: &str) -> Re
 async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle, greeting: Vec<ServerEvent>) -> Result<(), axum::Error> {
     let Opening { token, mut socket, mut early, came } = client;
     let (port, ends) = socket::channels();
-    match (handle.attach(port, greeting).await, manager.stopping()) {
+    let attached = match listening_and_telling(&mut socket, &mut early, STILL_ATTACHING, handle.attach(port, greeting)).await {
+        Waited::For(attached) => attached,
+        Waited::Left { too_large } => return leave(socket, too_large).await,
+    };
+    match (attached, manager.stopping()) {
         (Some(Attachment::Attached), _) => {
             socket::pump(socket, ends, early.messages, FileDesk::open(handle.clone(), manager.file_turns.clone())).await;
             Ok(())
@@ -388,7 +432,7 @@ async fn hand_over(manager: &Arc<Manager>, client: Opening<'_>, handle: &Handle,
                 handle.gone().await;
                 manager.saved(handle.id).await
             };
-            let saved = match listening(&mut socket, &mut early, looking).await {
+            let saved = match listening_and_telling(&mut socket, &mut early, STILL_LOOKING, looking).await {
                 Waited::For(saved) => saved,
                 Waited::Left { too_large } => return leave(socket, too_large).await,
             };

@@ -17,7 +17,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::v1::FileDesk;
-use crate::sandbox::client::{ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing};
+use crate::sandbox::client::{
+    Acknowledgement, ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing,
+};
 
 /// How long a client may take to answer a close, and to read what was sent before it.
 const CLOSE_ANSWERED: Duration = Duration::from_secs(2);
@@ -38,7 +40,8 @@ pub(super) fn channels() -> (ClientPort, Ends) {
     let (to_socket, outgoing) = mpsc::channel(OUTGOING_MESSAGES);
     let (pong, pongs) = watch::channel(Bytes::new());
     let closing = CancellationToken::new();
-    let port = ClientPort { incoming, pongs, outgoing: to_socket, _closing: closing.clone().drop_guard() };
+    let acknowledgement = Acknowledgement::ByPong;
+    let port = ClientPort { incoming, pongs, outgoing: to_socket, acknowledgement, _closing: closing.clone().drop_guard() };
     (port, Ends { incoming: to_driver, room: Arc::new(Semaphore::new(INCOMING_KIB)), pongs: pong, outgoing, closing })
 }
 

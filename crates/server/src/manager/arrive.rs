@@ -53,6 +53,8 @@ pub(crate) enum ArriveError {
     HandoffInProgress,
     /// It runs here, and could not be taken up yet.
     NotYet,
+    /// The instance that has it does not answer, and has never saved it: it may live, and there is nothing to restore.
+    OwnerSilent,
     /// It is not the sandbox: another server may have it, or this one a moment later.
     Later(ErrorCode, String),
     Failed(String),
@@ -501,7 +503,10 @@ pub(super) fn not_found() -> ArriveError {
 pub(super) fn not_held(sought: &Sought) -> ArriveError {
     match sought {
         Sought::Held(_) | Sought::NotFound => not_found(),
-        Sought::NeverSaved => ArriveError::NotFound("The sandbox was lost before it was saved for the first time.".to_owned()),
+        Sought::NeverSaved { owner: None } => {
+            ArriveError::NotFound("The sandbox was lost before it was saved for the first time.".to_owned())
+        }
+        Sought::NeverSaved { owner: Some(_) } => ArriveError::OwnerSilent,
         Sought::Gone(tombstone) => ArriveError::NotFound(tombstone.reason.clone()),
         Sought::InUse => ArriveError::InUse,
         Sought::HandoffInProgress => ArriveError::HandoffInProgress,

@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     limits::Limits,
+    network::NotAdmitted,
     sandbox::record::{RECORD_VERSION, Record, SandboxConfig},
 };
 
@@ -33,11 +34,17 @@ pub(super) const CREATE_ELSEWHERE: &str = "The server is stopping. Create the sa
 pub(crate) struct CreateError {
     pub(crate) code: ErrorCode,
     pub(crate) message: String,
+    /// The request asks for what this server can't give: it is of no use to send the same request again.
+    pub(crate) of_the_request: bool,
 }
 
 impl CreateError {
     pub(crate) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self { code, message: message.into(), of_the_request: false }
+    }
+
+    pub(crate) fn of_the_request(self) -> Self {
+        Self { of_the_request: true, ..self }
     }
 }
 
@@ -169,11 +176,22 @@ impl Manager {
         if config.enable_sandbox_handoff == Some(true) && !checkpoint {
             return refuse(ErrorCode::CheckpointNotEnabled, "enable_sandbox_handoff needs enable_checkpoint.");
         }
+        let client_gone_timeout = config.client_gone_timeout.and_then(|seconds| seconds.nonzero());
+        if client_gone_timeout.is_some() && checkpoint {
+            return refuse(
+                ErrorCode::InvalidField,
+                "client_gone_timeout: a sandbox with enable_checkpoint outlives its clients. Leave one of the two out.",
+            );
+        }
         let network = match &config.network {
             Some(Network::Allow { allow }) => {
-                let admitted = self.settings.network.admit(allow);
-                admitted.map_err(|why| {
-                    CreateError::new(ErrorCode::NetworkNotAvailable, format!("{why}. Leave it out, or ask another server."))
+                let hint = "Leave it out, or ask another server.";
+                self.settings.network.admit(allow).map_err(|refused| match refused {
+                    NotAdmitted::Malformed(why) => CreateError::new(ErrorCode::InvalidField, format!("{why}.")),
+                    NotAdmitted::NoNetwork(why) => CreateError::new(ErrorCode::NetworkNotAvailable, format!("{why}. {hint}")),
+                    NotAdmitted::TooMuch(why) => {
+                        CreateError::new(ErrorCode::NetworkNotAvailable, format!("{why}. {hint}")).of_the_request()
+                    }
                 })?
             }
             Some(Network::None(_)) | None => Vec::new(),
@@ -181,6 +199,8 @@ impl Manager {
         let limits = Limits::resolve(&config.limits.unwrap_or_default(), &self.settings.default_limits, &self.settings.max_limits)?;
         Ok(SandboxConfig {
             idle_timeout: config.idle_timeout.map_or(self.settings.idle_timeout, |seconds| seconds.nonzero()),
+            client_gone_timeout,
+            output_window_bytes: Some(self.settings.output_window_bytes),
             env: config.env.unwrap_or_default(),
             cwd: config.cwd,
             limits,

@@ -16,7 +16,7 @@ use crate::{
     obituaries::Obituary,
     sandbox::{
         driver::{Driver, Outcome, Start},
-        farewell::obituary,
+        farewell::{obituary, reason},
         files::{Keeps, OnMade},
         last_use::LastUse,
         record::Record,
@@ -48,6 +48,7 @@ impl Manager {
             created_at: record.created_at,
             config: Arc::new(record.config.clone()),
             image: Arc::from(record.image.as_path()),
+            output_window_bytes: record.config.output_window_bytes,
             last_use: LastUse::at(record.idle_since.unwrap_or_else(jiff::Timestamp::now)),
             lease: kept.as_ref().map(|kept| kept.keeper.lease().view()),
             network: Arc::new(NetworkView::of(&record, &dir)),
@@ -57,7 +58,7 @@ impl Manager {
         let Running { reader, writer, ended, execution, next_number, files: packs_files, single_files, tunnel, .. } = running;
         let roller = self.roller();
         let manager = Arc::clone(self);
-        let token_sha256 = record.token_sha256.clone();
+        let (token_sha256, owner) = (record.token_sha256.clone(), record.owner.clone());
         let driver = Driver::new(Start {
             id,
             dir,
@@ -83,8 +84,8 @@ impl Manager {
                 if outcome.is_kept_elsewhere() {
                     return;
                 }
-                let message = obituary(outcome);
-                manager.forget(id, Some(Obituary { message, token_sha256: token_sha256.clone() }));
+                let (message, reason) = (obituary(outcome), reason(outcome));
+                manager.forget(id, Some(Obituary { message, token_sha256: token_sha256.clone(), owner: owner.clone(), reason }));
             }),
             stop: self.stop.subscribe(),
             next_number,

@@ -18,6 +18,7 @@ use super::{
 };
 use crate::{
     checkpoints::{About, Checkpoints, Found},
+    obituaries::Obituary,
     sandbox::record::{RECORD_VERSION, Record, SandboxConfig},
     workspaces::may_see,
 };
@@ -44,6 +45,23 @@ impl Manager {
         let Some(about) = checkpoints.newest_readable(id, latest).await? else { return Ok(None) };
         let token_sha256 = Checkpoints::token_sha256(&stored).to_owned();
         Ok(may_see(about.state.owner.as_deref(), who).then_some(OnVolume { latest, held, about, token_sha256 }))
+    }
+
+    /// Why a sandbox that was kept on the volume ended, for an API key: with keys, for the one that made it.
+    pub(crate) async fn tombstone_of_key(&self, id: SandboxId, who: Option<&str>) -> Option<Obituary> {
+        let checkpoints = self.checkpoints.as_ref()?;
+        let stored = checkpoints.look(id).await.ok()??;
+        let tombstone = stored.record.tombstone.clone()?;
+        let owner = if self.settings.access.needs_token() {
+            // The record does not name the key, and its checkpoints do for as long as they are there.
+            let owner = checkpoints.newest_readable(id, stored.record.latest).await.ok()??.state.owner.clone();
+            who.filter(|who| owner.as_deref() == Some(*who))?;
+            owner
+        } else {
+            None
+        };
+        let token_sha256 = Checkpoints::token_sha256(&stored).to_owned();
+        Some(Obituary { message: tombstone.reason, token_sha256, owner, reason: None })
     }
 
     /// Lets a sandbox that is not in memory go on from something else that was saved. Runs to its end even if nobody waits for it.

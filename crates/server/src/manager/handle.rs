@@ -50,6 +50,8 @@ pub(crate) struct Handle {
     /// Which API key it belongs to.
     pub(crate) owner: Option<Arc<str>>,
     pub(crate) created_at: jiff::Timestamp,
+    /// What its agent holds of a stream, as far as is known.
+    pub(crate) output_window_bytes: Option<u64>,
     pub(crate) config: Arc<SandboxConfig>,
     pub(crate) image: Arc<Path>,
     pub(super) last_use: LastUse,
@@ -127,6 +129,7 @@ impl Handle {
             generation: Arc::default(),
             owner: None,
             created_at: jiff::Timestamp::UNIX_EPOCH,
+            output_window_bytes: None,
             config: Arc::default(),
             image: Arc::from(Path::new("")),
             last_use: LastUse::at(jiff::Timestamp::UNIX_EPOCH),

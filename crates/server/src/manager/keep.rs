@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use sandboxer_protocol::client::ErrorCode;
 use sandboxer_store::{
-    SandboxStatus,
+    Action, SandboxStatus,
     lease::{Held, handoff},
     record::SwapError,
 };
@@ -26,12 +26,15 @@ impl Manager {
     /// Makes the volume know a sandbox that is to be kept there, before anybody hears of it.
     pub(super) async fn register(&self, record: &mut Record) -> Result<Option<(Arc<Checkpoints>, Held)>, CreateError> {
         let Some(checkpoints) = self.checkpoints.as_ref().filter(|_| record.config.checkpoint) else { return Ok(None) };
-        let failed =
-            |why: String| CreateError::new(ErrorCode::CheckpointFailed, format!("The volume can't be written: {why}. Try again later."));
-        checkpoints.describe(record, SandboxStatus::Created, None).await.map_err(|error| failed(error.whole()))?;
+        let failed = |code, why: String| CreateError::new(code, format!("The volume can't be written: {why}. Try again later."));
+        checkpoints.describe(record, SandboxStatus::Created, None).await.map_err(|error| {
+            // A full volume answers, and is not waited for.
+            let away = error.action() != Action::Invalid && !error.is_full();
+            failed(if away { ErrorCode::VolumeUnavailable } else { ErrorCode::CheckpointFailed }, error.whole())
+        })?;
         let held = checkpoints.leases.create(record.id, Checkpoints::attributes(record)).await.map_err(|error| match error {
             SwapError::Unknown(why) => CreateError::new(ErrorCode::VolumeUnavailable, unanswered(&why)),
-            error => failed(error.to_string()),
+            error => failed(ErrorCode::CheckpointFailed, error.to_string()),
         })?;
         record.epoch = Some(held.lease.epoch());
         checkpoints.keep_image(record.image.clone());

@@ -113,6 +113,7 @@ impl Manager {
             self.remove(container, &dir).await;
             return true;
         }
+        let owner = left.record.as_ref().ok().and_then(|record| record.owner.clone());
         let (why, token_sha256) = match self.try_take_up(left, &dir).await {
             Ok(()) => {
                 self.metrics.taken_up.inc();
@@ -133,7 +134,7 @@ impl Manager {
         };
         warn!(why, "can't be taken up");
         let message = format!("The sandbox was lost when its server was restarted: {why}.");
-        self.obituaries.add(id, Obituary { message, token_sha256 });
+        self.obituaries.add(id, Obituary { message, token_sha256, owner, reason: None });
         self.remove(container, &dir).await;
         true
     }

@@ -150,7 +150,7 @@ async fn answer(reader: &mut LinkReader) -> Result<(), CreateError> {
             Ok(FromAgentFrame::Control(FromAgent::FilesFailed { sequence: SEQUENCE, reason, message })) => {
                 let message: String = message.chars().take(1000).collect();
                 return Err(match reason {
-                    FilesFault::NoRoom => failed(&format!("it does not fit into limits.disk_mb ({message})")),
+                    FilesFault::NoRoom => failed(&format!("it does not fit into limits.disk_mb ({message})")).of_the_request(),
                     FilesFault::Refused | FilesFault::Failed => failed(&message),
                 });
             }

@@ -69,6 +69,20 @@ pub struct NetworkSettings {
     pub own: Vec<SocketAddr>,
 }
 
+/// Why a sandbox does not get the network that was asked for, with the rule.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NotAdmitted {
+    /// It is no rule, or there are too many.
+    #[error("{0}")]
+    Malformed(String),
+    /// This server gives no sandbox a network.
+    #[error("{0}")]
+    NoNetwork(String),
+    /// The rule is more than this server allows.
+    #[error("{0}")]
+    TooMuch(String),
+}
+
 impl Default for NetworkSettings {
     fn default() -> Self {
         Self {
@@ -87,30 +101,31 @@ impl Default for NetworkSettings {
 
 impl NetworkSettings {
     /// What a sandbox asks for, if it may have it. The error says which rule it may not.
-    pub(crate) fn admit(&self, asked: &[String]) -> Result<Vec<Rule>, String> {
+    pub(crate) fn admit(&self, asked: &[String]) -> Result<Vec<Rule>, NotAdmitted> {
         if asked.len() > MAX_RULES {
-            return Err(format!("network.allow: at most {MAX_RULES} rules"));
+            return Err(NotAdmitted::Malformed(format!("network.allow: at most {MAX_RULES} rules")));
         }
         let mut rules = Vec::with_capacity(asked.len());
         for text in asked {
-            let stands_for = rules_of(text).map_err(|error| format!("network.allow: {text:?}: {error}"))?;
+            let stands_for = rules_of(text).map_err(|error| NotAdmitted::Malformed(format!("network.allow: {text:?}: {error}")))?;
             if self.allow.is_empty() {
-                return Err(format!(
+                return Err(NotAdmitted::NoNetwork(format!(
                     "network.allow: {text:?}: this server gives its sandboxes no network (--network-allow names what they may reach)"
-                ));
+                )));
             }
             for rule in stands_for {
                 if !rule.is_within(&self.allow) {
-                    return Err(format!("network.allow: {text:?} is more than this server allows (--network-allow)"));
+                    return Err(NotAdmitted::TooMuch(format!("network.allow: {text:?} is more than this server allows (--network-allow)")));
                 }
                 if let Some(denied) = self.deny.iter().find(|denied| rule.is_within(std::slice::from_ref(denied))) {
-                    return Err(format!("network.allow: {text:?} is denied by this server (--network-deny {denied})"));
+                    let why = format!("network.allow: {text:?} is denied by this server (--network-deny {denied})");
+                    return Err(NotAdmitted::TooMuch(why));
                 }
                 rules.push(rule);
             }
         }
         if rules.len() > MAX_RULES {
-            return Err(format!("network.allow: at most {MAX_RULES} rules"));
+            return Err(NotAdmitted::Malformed(format!("network.allow: at most {MAX_RULES} rules")));
         }
         Ok(rules)
     }

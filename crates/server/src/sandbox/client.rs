@@ -8,7 +8,7 @@ use std::{collections::VecDeque, ops::Deref, sync::Arc};
 use bytes::{Bytes, BytesMut};
 use sandboxer_protocol::{
     ExecutionId,
-    agent::Stream,
+    agent::{PerStream, Stream},
     client::{BadRequest, CloseCode, Encoding, ErrorCode, ErrorEvent, Request, ServerEvent, Status, StdinAck},
 };
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
@@ -30,6 +30,12 @@ const MERGED_BYTES: usize = 64 * 1024;
 pub(crate) enum FromClient {
     Request(Request),
     Bad(BadRequest),
+    /// With [`Acknowledgement::Explicit`]: the client has the output before these offsets, and the end of the execution.
+    Received {
+        id: ExecutionId,
+        upto: PerStream<u64>,
+        end: bool,
+    },
     /// The server closed the connection and the client answered: it has read everything that was sent before.
     ReadToTheEnd,
 }
@@ -102,12 +108,22 @@ impl Piece {
     }
 }
 
+/// How a client says which output it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Acknowledgement {
+    /// Its pong acknowledges everything that was sent before the ping.
+    ByPong,
+    /// A pong is only a sign of life. The client acknowledges by [`FromClient::Received`].
+    Explicit,
+}
+
 /// One connection's ends of its channels.
 pub(crate) struct ClientPort {
     pub(crate) incoming: mpsc::Receiver<Incoming>,
     /// The newest pong. Only the newest matters, so a flood of them takes no room.
     pub(crate) pongs: watch::Receiver<Bytes>,
     pub(crate) outgoing: mpsc::Sender<Outgoing>,
+    pub(crate) acknowledgement: Acknowledgement,
     /// Dropped with the port: the connection then has a moment to write what it was handed, and is closed.
     pub(crate) _closing: DropGuard,
 }

@@ -37,8 +37,10 @@ use tokio::{
 use tracing::debug;
 
 pub(super) use self::attached::{Client, Grace, Knocking};
+pub(crate) use self::deadlines::TELL_WAITING_AFTER;
 use self::{
     attached::MAX_KNOCKING,
+    deadlines::Waiting,
     waits::{certain, changed, packing, receive, reserve, stopped, under_way},
 };
 use super::{
@@ -141,6 +143,8 @@ pub(crate) enum Attachment {
 pub(crate) enum Outcome {
     KilledByClient,
     Idle(Duration),
+    /// It was without a client for as long as its configuration allows.
+    ClientGone(Duration),
     Lifetime(Duration),
     Died(End),
     Drained,
@@ -185,6 +189,9 @@ pub(crate) struct Driver {
     pub(super) asking: Vec<oneshot::Sender<Consent>>,
     knock_deadline: Option<Instant>,
     idle_since: Option<Instant>,
+    /// Since when no client is attached. A server that takes the sandbox up counts anew.
+    clientless_since: Option<Instant>,
+    client_waiting: Option<Waiting>,
     born: Instant,
     max_lifetime: Option<Duration>,
     /// The agent closed its end, and the runtime has until then to say why.
@@ -331,6 +338,8 @@ impl Driver {
             asking: Vec::new(),
             knock_deadline: None,
             idle_since: None,
+            clientless_since: None,
+            client_waiting: None,
             born: now.checked_sub(age).unwrap_or(now),
             max_lifetime,
             link_closed: None,
@@ -359,6 +368,7 @@ impl Driver {
         self.begin_streams();
         loop {
             self.note_idleness();
+            self.note_waiting();
             let event = self.next_event().await;
             let outcome = match event {
                 Event::Frame(frame) => self.on_frames(frame),

@@ -120,8 +120,8 @@ impl Execution {
     /// Whether a client that comes now has anything to hear of it.
     pub(crate) fn has_news(&self) -> bool {
         match &self.state {
-            State::Ended(exit) => !self.end_acknowledged || self.acknowledged != exit.end,
-            State::Failed(_) => !self.end_acknowledged,
+            // A collector acknowledges the end alone, and leaves its output to a request that is sent again.
+            State::Ended(_) | State::Failed(_) => !self.end_acknowledged,
             State::Asked | State::Running => true,
         }
     }

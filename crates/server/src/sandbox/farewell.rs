@@ -16,19 +16,19 @@ pub(super) fn before(outcome: &Outcome) -> Vec<Outgoing> {
 /// Once it is gone, or left.
 pub(super) fn after(outcome: &Outcome) -> Vec<Outgoing> {
     let error = |code, message: String| Outgoing::Event(ServerEvent::Error(ErrorEvent::new(code, message)));
-    let died = |reason, code, message: String| {
+    let died = |code, message: String| {
         let mut update = StatusUpdate::new(Status::Error).message(message.clone());
-        update.reason = Some(reason);
+        update.reason = reason(outcome);
         vec![Outgoing::Event(ServerEvent::StatusUpdate(update)), error(code, message), Outgoing::Close(CloseCode::Application)]
     };
     match outcome {
         Outcome::KilledByClient => vec![Outgoing::Event(Status::Killed.into()), Outgoing::Close(CloseCode::Normal)],
-        // No client is attached to an idle sandbox.
-        Outcome::Idle(_) => Vec::new(),
-        Outcome::Lifetime(_) => died(EndReason::Lifetime, ErrorCode::LifetimeOver, obituary(outcome)),
-        Outcome::Died(End::OutOfMemory) => died(EndReason::OutOfMemory, ErrorCode::OutOfMemory, obituary(outcome)),
-        Outcome::Died(End::Killed) => died(EndReason::Killed, ErrorCode::SandboxKilled, obituary(outcome)),
-        Outcome::Died(_) => died(EndReason::RuntimeFailed, ErrorCode::RuntimeFailed, obituary(outcome)),
+        // No client is attached.
+        Outcome::Idle(_) | Outcome::ClientGone(_) => Vec::new(),
+        Outcome::Lifetime(_) => died(ErrorCode::LifetimeOver, obituary(outcome)),
+        Outcome::Died(End::OutOfMemory) => died(ErrorCode::OutOfMemory, obituary(outcome)),
+        Outcome::Died(End::Killed) => died(ErrorCode::SandboxKilled, obituary(outcome)),
+        Outcome::Died(_) => died(ErrorCode::RuntimeFailed, obituary(outcome)),
         Outcome::Drained => {
             let message = "The server is stopping and this sandbox ends with it. Create a new one at another server.".to_owned();
             vec![error(ErrorCode::ServerStopping, message), Outgoing::Close(CloseCode::GoingAway)]
@@ -46,12 +46,29 @@ pub(super) fn after(outcome: &Outcome) -> Vec<Outgoing> {
     }
 }
 
+/// Why a sandbox ended that neither its client, its owner nor its idle time ended.
+pub(crate) fn reason(outcome: &Outcome) -> Option<EndReason> {
+    match outcome {
+        Outcome::Lifetime(_) => Some(EndReason::Lifetime),
+        Outcome::Died(End::OutOfMemory) => Some(EndReason::OutOfMemory),
+        Outcome::Died(End::Killed) => Some(EndReason::Killed),
+        Outcome::Died(_) => Some(EndReason::RuntimeFailed),
+        _ => None,
+    }
+}
+
 /// What is remembered of a sandbox that ended.
 pub(crate) fn obituary(outcome: &Outcome) -> String {
     match outcome {
         Outcome::KilledByClient => "The sandbox was killed by its client.".to_owned(),
         Outcome::Idle(after) => {
             format!("The sandbox was deleted after {} s without a client and without a running program.", after.as_secs_f64())
+        }
+        Outcome::ClientGone(after) => {
+            format!(
+                "The sandbox was deleted after {} s without a client, as its creator had said (client_gone_timeout).",
+                after.as_secs_f64()
+            )
         }
         Outcome::Lifetime(limit) => format!("The sandbox reached the longest lifetime that this server allows, {} s.", limit.as_secs_f64()),
         Outcome::Died(End::OutOfMemory) => "The sandbox was killed because it went over its memory limit.".to_owned(),

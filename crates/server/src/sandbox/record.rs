@@ -58,6 +58,12 @@ pub(crate) struct Record {
 pub(crate) struct SandboxConfig {
     /// None: never.
     pub(crate) idle_timeout: Option<Duration>,
+    /// How long it goes on without a client, whatever runs in it. None: for as long as something runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) client_gone_timeout: Option<Duration>,
+    /// What its agent holds of a stream. None: it was made by a server that did not note that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) output_window_bytes: Option<u64>,
     #[serde(default)]
     pub(crate) env: BTreeMap<String, String>,
     #[serde(default)]

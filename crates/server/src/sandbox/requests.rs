@@ -12,7 +12,7 @@ use tracing::debug;
 
 use super::{
     admission::{Kind, Moment, Refusal, Verdict, admit},
-    client::FromClient,
+    client::{Acknowledgement, FromClient},
     delivery::Delivery,
     driver::{Driver, Grace, KILL_ANSWERED, Outcome},
     execution::{Execution, Note, State},
@@ -26,9 +26,13 @@ impl Driver {
         let client = self.client.as_mut()?;
         client.heard();
         if client.leaving {
-            if let (FromClient::ReadToTheEnd, Some(delivery)) = (&from_client, &client.delivery) {
-                let (number, handed, end) = (delivery.number, delivery.handed(), delivery.end_handed);
-                self.acknowledge(number, handed, end);
+            match (&from_client, &client.delivery) {
+                (FromClient::ReadToTheEnd, Some(delivery)) => {
+                    let (number, handed, end) = (delivery.number, delivery.handed(), delivery.end_handed);
+                    self.acknowledge(number, handed, end);
+                }
+                (FromClient::Received { id, upto, end }, _) => self.on_received(id, *upto, *end),
+                _ => {}
             }
             return None;
         }
@@ -39,7 +43,19 @@ impl Driver {
                 self.on_bad_request(&bad);
                 None
             }
+            FromClient::Received { id, upto, end } => {
+                self.on_received(&id, upto, end);
+                None
+            }
             FromClient::ReadToTheEnd => None,
+        }
+    }
+
+    /// A client says what it has of an execution. The client may mean another execution than the last one.
+    fn on_received(&mut self, id: &ExecutionId, upto: PerStream<u64>, end: bool) {
+        if let Some(execution) = self.execution.as_ref().filter(|execution| *execution.id == *id) {
+            let (number, ended) = (execution.number, !execution.is_live());
+            self.acknowledge(number, upto, end && ended);
         }
     }
 
@@ -317,6 +333,8 @@ impl Driver {
             // It is being delivered on this very connection.
             Some(delivery) if delivery.number == execution.number && delivery.end_due => client.grace = Grace::Over,
             _ => {
+                // A collector has to know what it will not get. Other clients see it by the offsets of the output.
+                client.announce_resume = client.port.acknowledgement == Acknowledgement::Explicit;
                 self.resume(None);
                 if let Some(delivery) = self.client.as_mut().and_then(|client| client.delivery.as_mut()) {
                     delivery.end_due = true;
@@ -331,11 +349,11 @@ impl Driver {
         client.grace = Grace::Over;
         let acknowledged = execution.acknowledged;
         let mut from = acknowledged;
-        let mut end_due = !execution.end_acknowledged;
+        // A client that asks is told the end, whoever was told it before.
+        let end_due = !execution.end_acknowledged || offsets.is_some();
         if let Some(offsets) = offsets {
             client.announce_resume = true;
             client.peeks = offsets.peek == Some(true);
-            end_due |= offsets.execution_id.is_some() || offsets.stdout_offset.is_some() || offsets.stderr_offset.is_some();
             from = PerStream {
                 stdout: offsets.stdout_offset.unwrap_or(acknowledged.stdout),
                 stderr: offsets.stderr_offset.unwrap_or(acknowledged.stderr),

@@ -403,7 +403,7 @@ impl Driver {
 pub(super) async fn tell_volume(kept: Kept, record: &Record, outcome: &Outcome) {
     let Kept { keeper, checkpoints, .. } = kept;
     let for_good = match outcome {
-        Outcome::KilledByClient | Outcome::Idle(_) | Outcome::Drained => true,
+        Outcome::KilledByClient | Outcome::Idle(_) | Outcome::ClientGone(_) | Outcome::Drained => true,
         // What was saved of it can go on.
         Outcome::Died(_) | Outcome::Lifetime(_) => keeper.lease().latest().is_none(),
         Outcome::Checkpointed { .. } | Outcome::HandedOver | Outcome::Lost(_) | Outcome::LeftRunning => return,

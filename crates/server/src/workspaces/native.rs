@@ -31,7 +31,7 @@ use crate::{
     checkpoints::{Rest, Resters},
     manager::{ArriveError, Buried, CreateError, Handle, InstanceView, Manager},
     sandbox::{
-        client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
+        client::{Acknowledgement, ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing},
         driver::Attachment,
         execution::ExecutionView,
         record::SandboxConfig,
@@ -114,6 +114,7 @@ impl From<ArriveError> for NotDeleted {
             ArriveError::NotFound(_) => Self::NotFound,
             ArriveError::InUse => Self::InUse,
             ArriveError::HandoffInProgress => Self::HandedOver,
+            ArriveError::OwnerSilent => Self::NotNow("The instance that has the sandbox does not answer. Try again later.".to_owned()),
             ArriveError::NotYet => {
                 Self::NotNow("The server was restarted, and does not reach the sandbox yet. Try again in a moment.".to_owned())
             }
@@ -249,7 +250,8 @@ async fn kill(handle: &Handle) -> Result<bool, NotDeleted> {
     let (to_client, mut outgoing) = mpsc::channel(OUTGOING_MESSAGES);
     let (_pong, pongs) = watch::channel(Bytes::new());
     let closing = CancellationToken::new();
-    let port = ClientPort { incoming, pongs, outgoing: to_client, _closing: closing.drop_guard() };
+    let acknowledgement = Acknowledgement::Explicit;
+    let port = ClientPort { incoming, pongs, outgoing: to_client, acknowledgement, _closing: closing.drop_guard() };
     match handle.attach(port, vec![handle.running()]).await {
         None => {
             // It is being saved, handed over, or left to the next process.

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 use self::decide::{Decision, Position};
 use super::{Held, Leases, Moment, watch::Watch};
 use crate::layout::CheckpointName;
-use crate::record::{Holder, Nonce, OwnerChange, ReadError, Record, Stored, SwapError, Tombstone};
+use crate::record::{Holder, InstanceId, Nonce, OwnerChange, ReadError, Record, Stored, SwapError, Tombstone};
 
 /// What became of the search.
 pub enum Sought {
@@ -16,8 +16,9 @@ pub enum Sought {
     Held(Held),
     /// There is no such sandbox.
     NotFound,
-    /// Nothing of it was ever saved, and nobody has it, as far as can be seen.
-    NeverSaved,
+    /// Nothing of it was ever saved. `owner`: the instance that has it, which gives no sign of life; the sandbox may live there. None:
+    /// no instance has it, and it is lost.
+    NeverSaved { owner: Option<InstanceId> },
     /// It was ended.
     Gone(Tombstone),
     /// Its owner has a client that keeps it.

@@ -6,10 +6,10 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use sandboxer_extensions::{ExtensionError, Kind};
-use sandboxer_protocol::client::ErrorCode;
+use sandboxer_protocol::client::{EndReason, ErrorCode};
 
 use super::refusals::ErrorBody;
-use crate::{manager::CreateError, workspaces::NativeError};
+use crate::{manager::CreateError, obituaries::Obituary, workspaces::NativeError};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ApiError {
@@ -39,8 +39,20 @@ impl ApiError {
         Self::new(StatusCode::CONFLICT, "in_use", "A client is attached to this sandbox. Let it do this, or wait until it has gone.")
     }
 
-    pub(super) fn not_offered() -> Self {
-        Self::new(StatusCode::NOT_IMPLEMENTED, "not_implemented", "This server does not offer this. Use the WebSocket endpoints.")
+    /// A sandbox that ended, with the reason.
+    fn gone(obituary: Obituary) -> Self {
+        let code = match obituary.reason {
+            Some(EndReason::OutOfMemory) => ErrorCode::OutOfMemory.as_str(),
+            Some(EndReason::Killed) => ErrorCode::SandboxKilled.as_str(),
+            Some(EndReason::RuntimeFailed) => ErrorCode::RuntimeFailed.as_str(),
+            Some(EndReason::Lifetime) => ErrorCode::LifetimeOver.as_str(),
+            None => "gone",
+        };
+        Self::new(StatusCode::GONE, code, obituary.message)
+    }
+
+    pub(super) fn no_address() -> Self {
+        Self::new(StatusCode::NOT_FOUND, "not_found", "There is nothing at this address. GET /v1/openapi.json lists the addresses.")
     }
 
     pub(super) fn method_not_allowed() -> Self {
@@ -64,7 +76,8 @@ impl From<ExtensionError> for ApiError {
 
 impl From<CreateError> for ApiError {
     fn from(error: CreateError) -> Self {
-        Self::coded(error.code, error.message)
+        let coded = Self::coded(error.code, error.message);
+        if error.of_the_request { Self { status: StatusCode::UNPROCESSABLE_ENTITY, ..coded } } else { coded }
     }
 }
 
@@ -72,6 +85,7 @@ impl From<NativeError> for ApiError {
     fn from(error: NativeError) -> Self {
         match error {
             NativeError::NotFound(what) => Self::not_found(what),
+            NativeError::Gone(obituary) => Self::gone(obituary),
             NativeError::InUse => Self::in_use(),
             NativeError::NotReady(how) => {
                 Self::new(StatusCode::CONFLICT, "not_ready", format!("Only a sandbox that is ready can do this, and this one {how}."))

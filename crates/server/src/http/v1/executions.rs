@@ -46,8 +46,48 @@ pub(super) struct ExecutionResult {
     duration_ms: Option<f64>,
     stdout: String,
     stderr: String,
-    /// More was written than is collected: 8 MiB of each stream.
+    /// Output is missing: more was written than is collected, 8 MiB of each stream, or the beginning is no longer held.
     truncated: bool,
+    /// The bytes of its standard output that are missing in front of `stdout`.
+    stdout_offset: u64,
+    /// The bytes of its standard error that are missing in front of `stderr`.
+    stderr_offset: u64,
+}
+
+/// What is collected of one stream.
+#[derive(Debug, Default)]
+struct Collected {
+    bytes: Vec<u8>,
+    /// Where the first byte lies in the stream.
+    start: u64,
+    /// Where the next piece has to begin, if nothing is missing.
+    next: u64,
+    truncated: bool,
+}
+
+impl Collected {
+    /// The output before `start` is no longer held.
+    fn starts_at(&mut self, start: u64) {
+        (self.start, self.next) = (start, start);
+        self.truncated = start > 0;
+    }
+
+    fn take(&mut self, data: &[u8], offset: u64, end: u64) {
+        if offset > self.next && self.bytes.is_empty() {
+            self.start = offset;
+        }
+        let room = MAX_COLLECTED_BYTES - self.bytes.len();
+        self.truncated |= offset != self.next || data.len() > room;
+        self.bytes.extend_from_slice(&data[..data.len().min(room)]);
+        self.next = end;
+    }
+
+    fn text(&self, encoding: Encoding) -> String {
+        match encoding {
+            Encoding::Base64 => BASE64_STANDARD.encode(&self.bytes),
+            Encoding::Text => String::from_utf8_lossy(&self.bytes).into_owned(),
+        }
+    }
 }
 
 /// Runs a program in a sandbox that nobody is attached to, and collects what it says; with `Accept: text/event-stream`, tells it as it
@@ -144,16 +184,18 @@ fn name(event: &ServerEvent) -> &'static str {
 }
 
 async fn collected(mut watched: Watched, encoding: Encoding) -> Result<ExecutionResult, ApiError> {
-    let (mut stdout, mut stderr, mut truncated) = (Vec::new(), Vec::new(), false);
+    let (mut stdout, mut stderr) = (Collected::default(), Collected::default());
     let mut refused: Option<(ErrorCode, String)> = None;
     let mut done: Option<StatusUpdate> = None;
     while let Some(word) = watched.next().await {
         match word {
             ExecutionWord::Output(piece) => {
                 let stream = if piece.stream == Stream::Stdout { &mut stdout } else { &mut stderr };
-                let room = MAX_COLLECTED_BYTES - stream.len();
-                truncated |= piece.data.len() > room;
-                stream.extend_from_slice(&piece.data[..piece.data.len().min(room)]);
+                stream.take(&piece.data, piece.offset, piece.end);
+            }
+            ExecutionWord::Event(ServerEvent::Resumed(resumed)) => {
+                stdout.starts_at(resumed.stdout_offset.unwrap_or(0));
+                stderr.starts_at(resumed.stderr_offset.unwrap_or(0));
             }
             ExecutionWord::Event(ServerEvent::Error(error)) => refused = Some((error.code, error.message)),
             ExecutionWord::Event(ServerEvent::StatusUpdate(update)) if update.status == Status::ExecutionDone => done = Some(update),
@@ -169,18 +211,16 @@ async fn collected(mut watched: Watched, encoding: Encoding) -> Result<Execution
             "The sandbox was saved, went back, ended or got another client meanwhile. Attach to it to see what became of the execution.";
         return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message));
     };
-    let text = |bytes: &[u8]| match encoding {
-        Encoding::Base64 => BASE64_STANDARD.encode(bytes),
-        _ => String::from_utf8_lossy(bytes).into_owned(),
-    };
     Ok(ExecutionResult {
         execution_id: watched.id.to_string(),
         exit_code: done.exit_code,
         signal: done.signal,
         timed_out: done.timed_out.unwrap_or(false),
         duration_ms: done.duration_ms,
-        stdout: text(&stdout),
-        stderr: text(&stderr),
-        truncated,
+        stdout: stdout.text(encoding),
+        stderr: stderr.text(encoding),
+        truncated: stdout.truncated || stderr.truncated,
+        stdout_offset: stdout.start,
+        stderr_offset: stderr.start,
     })
 }

@@ -71,8 +71,7 @@ pub(super) async fn list(of: Of, Words(page): Words<PageQuery>) -> Result<Json<L
 #[utoipa::path(get, path = "/v1/filesystem-snapshots/{name}", tag = "filesystem snapshots", operation_id = "get_filesystem_snapshot",
     params(("name" = String, Path)), responses((status = 200, description = "What is known of it", body = FilesystemObject), Reading))]
 pub(super) async fn get(of: Of) -> Result<Json<FilesystemObject>, ApiError> {
-    let found = kept(&of.api)?.find(of.who(), parse(&of.id)?).await.map_err(unreadable)?;
-    let found = found.as_ref().and_then(SavedFilesystem::of).ok_or_else(unknown)?;
+    let found = kept(&of.api)?.about(of.who(), parse(&of.id)?).await.map_err(unreadable)?.ok_or_else(unknown)?;
     Ok(Json(FilesystemObject::from(&found)))
 }
 
@@ -139,7 +138,7 @@ fn refusal((code, message): filesystems::Refusal) -> ApiError {
 }
 
 fn unreadable(error: sandboxer_store::Error) -> ApiError {
-    refusal(filesystems::failed(&format!("the volume can't be used: {}", error.whole())))
+    refusal(filesystems::unreadable(&error))
 }
 
 fn unknown() -> ApiError {

@@ -371,6 +371,11 @@ pub(super) struct FilesystemObject {
     content_bytes: u64,
     /// Bytes on the volume, shared with others or not.
     size_bytes: u64,
+    /// It is damaged and can't be used, and this says what is wrong. It can be deleted and replaced. Of such a one only the name is
+    /// known; `created_at` is the time of its file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(nullable = false)]
+    error: Option<String>,
 }
 
 impl From<&SavedFilesystem> for FilesystemObject {
@@ -384,6 +389,7 @@ impl From<&SavedFilesystem> for FilesystemObject {
             entries: about.entries,
             content_bytes: about.content_bytes,
             size_bytes: saved.stored_bytes,
+            error: saved.damage.clone(),
         }
     }
 }

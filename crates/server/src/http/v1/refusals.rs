@@ -47,11 +47,11 @@ refusals! {
     /// Of what only looks, and needs nothing but this server's memory.
     Looking: 422;
     /// Of what looks at the volume, or asks an extension.
-    Reading: 409 422 501 503;
+    Reading: 409 410 422 501 503;
     /// Of what does something.
-    Working: 409 413 422 429 501 503;
+    Working: 409 410 413 422 429 501 503;
     /// Of single files.
-    Files: 409 413 416 422 429 501 503;
+    Files: 409 410 413 416 422 429 501 503;
 }
 
 fn response(status: u16) -> (String, RefOr<Response>) {
@@ -61,6 +61,7 @@ fn response(status: u16) -> (String, RefOr<Response>) {
         403 => "A foreign host or origin, or a file that the sandbox itself does not let be touched.",
         404 => "There is no such thing, or it belongs to somebody else.",
         409 => "It does not fit what is there: a client is attached, the sandbox does not run here, a name is taken.",
+        410 => "The sandbox has ended. The code and the message say why; it is remembered for a while, and told to the key that made it.",
         413 => "More than is taken, or than there is room for.",
         416 => "Nothing of the file is in the range.",
         422 => "A field has a value that it can't have.",

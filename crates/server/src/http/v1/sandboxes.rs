@@ -129,7 +129,15 @@ pub(super) async fn get(of: Of) -> Result<Json<SandboxObject>, ApiError> {
     if let Some(sandbox) = of.api.native.get(id, of.who()).await {
         return Ok(Json(SandboxObject::native(sandbox, None)));
     }
-    let row = of.api.workspaces.sandbox(id, of.who()).await?;
+    let row = match of.api.workspaces.sandbox(id, of.who()).await {
+        Ok(row) => row,
+        Err(error) => {
+            return Err(match of.api.native.missing(id, of.who()).await {
+                gone @ NativeError::Gone(_) => gone.into(),
+                _ => error.into(),
+            });
+        }
+    };
     let looked: Result<Health, ExtensionError> = of.api.workspaces.look(&row).await;
     let object = SandboxObject::from(row);
     Ok(Json(match looked {

@@ -16,7 +16,7 @@ use tracing::debug;
 
 use super::{Attachment, Driver, GRACE, GRACE_AT_MOST};
 use crate::sandbox::{
-    client::{ClientPort, Outbox, Outgoing},
+    client::{Acknowledgement, ClientPort, Outbox, Outgoing},
     delivery::Delivery,
     execution::Execution,
 };
@@ -122,6 +122,8 @@ impl Driver {
         for event in greeting {
             outbox.event(event);
         }
+        // The one before may have been told that it waits; this one has not.
+        self.client_waiting = None;
         let news = self.execution.as_ref().is_some_and(Execution::has_news);
         let grace = if news { Grace::UntilPong(Instant::now() + GRACE_AT_MOST) } else { Grace::Over };
         self.client = Some(Client {
@@ -208,7 +210,9 @@ impl Driver {
         }
         let Some(pinged) = client.ping.filter(|pinged| sequence >= Some(pinged.sequence)) else { return };
         client.ping = None;
-        self.acknowledge(pinged.number, pinged.upto, pinged.end);
+        if client.port.acknowledgement == Acknowledgement::ByPong {
+            self.acknowledge(pinged.number, pinged.upto, pinged.end);
+        }
     }
 
     /// A client has this much of an execution for sure.
@@ -330,7 +334,8 @@ impl Client {
         let pong = self.port.pongs.borrow_and_update();
         let sequence = Pinged::sequence_of(&pong).filter(|sequence| pong.has_changed() && *sequence <= self.last_ping.sequence);
         drop(pong);
-        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence)).filter(|_| !self.peeks)
+        let acknowledges = !self.peeks && self.port.acknowledgement == Acknowledgement::ByPong;
+        self.ping.take_if(|pinged| sequence >= Some(pinged.sequence)).filter(|_| acknowledges)
     }
 }
 

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use sandboxer_protocol::agent::ExitCause;
+use sandboxer_protocol::{
+    agent::ExitCause,
+    client::{ServerEvent, Status, StatusUpdate},
+};
 use sandboxer_runtime::End;
 use tokio::time::Instant;
 use tracing::{info, warn};
@@ -12,6 +15,7 @@ use super::{
     attached::{Client, Grace},
 };
 use crate::sandbox::{
+    client::Outgoing,
     execution::Execution,
     saving::{Stillness, Why},
 };
@@ -21,9 +25,52 @@ use crate::sandbox::{
 const SILENT_FOR: Duration = Duration::from_secs(60);
 const SILENT_AT_MOST: Duration = Duration::from_secs(300);
 
+/// How long a client waits before it is told that it does.
+pub(crate) const TELL_WAITING_AFTER: Duration = Duration::from_millis(1500);
+
+const STILL_WAITING: &str = "The sandbox stands still: it is being saved, or its volume does not answer. It goes on, or its client is told why not, as soon \
+                             as that is settled.";
+
+/// A client that can't be served at the moment.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    since: Instant,
+    told: bool,
+}
+
 impl Driver {
+    /// A client is served unless the sandbox stands still, or its lease may be another instance's.
+    pub(super) fn note_waiting(&mut self) {
+        let served = self.saves.may_serve() && self.saves.may_act() && self.rollback.is_none();
+        let waits = !served && self.client.as_ref().is_some_and(|client| !client.leaving);
+        if !waits {
+            self.client_waiting = None;
+        } else if self.client_waiting.is_none() {
+            self.client_waiting = Some(Waiting { since: Instant::now(), told: false });
+        }
+    }
+
+    /// When to tell a client that it waits.
+    fn waiting_told_at(&self) -> Option<Instant> {
+        self.client_waiting.as_ref().filter(|waiting| !waiting.told).map(|waiting| waiting.since + TELL_WAITING_AFTER)
+    }
+
+    /// Past all that is held back for the client: it says nothing of the sandbox that another instance could contradict.
+    fn tell_waiting(&mut self, now: Instant) {
+        if let (Some(waiting), Some(client)) = (&mut self.client_waiting, &self.client)
+            && !waiting.told
+            && waiting.since + TELL_WAITING_AFTER <= now
+        {
+            waiting.told = true;
+            let update = StatusUpdate::new(Status::Waiting).message(STILL_WAITING);
+            // A client that has not read what it was sent before is not waiting for a word.
+            let _ = client.port.outgoing.try_send(Outgoing::Event(ServerEvent::StatusUpdate(update)));
+        }
+    }
+
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         let idle = self.idle_since.and_then(|since| Some(since + self.record.config.idle_timeout?));
+        let client_gone = self.clientless_since.and_then(|since| Some(since + self.record.config.client_gone_timeout?));
         let lifetime = self.max_lifetime.map(|lifetime| self.born + lifetime);
         let execution = self.execution.as_ref().filter(|execution| execution.is_live()).and_then(|execution| execution.deadline);
         let grace = self.client.as_ref().and_then(|client| match client.grace {
@@ -39,16 +86,18 @@ impl Driver {
         if !self.saves.may_serve() {
             // It stands still, and so does its time. Another instance that asks is answered all the same.
             let asked = self.knock_deadline.filter(|_| !self.asking.is_empty());
-            return [quieting, self.link_closed, asked].into_iter().flatten().min();
+            return [quieting, self.link_closed, asked, self.waiting_told_at()].into_iter().flatten().min();
         }
         let save = self.saves.next_due();
         let stalled = self.transfers.deadline();
-        let times = [idle, lifetime, execution, grace, silence, save, stalled, self.next_ping()];
-        times.into_iter().chain([self.knock_deadline, self.kill_deadline, self.link_closed]).flatten().min()
+        let times = [idle, client_gone, lifetime, execution, grace, silence, save, stalled, self.next_ping()];
+        let more = [self.knock_deadline, self.kill_deadline, self.link_closed, self.waiting_told_at()];
+        times.into_iter().chain(more).flatten().min()
     }
 
     pub(super) fn on_deadline(&mut self) -> Option<Outcome> {
         let now = Instant::now();
+        self.tell_waiting(now);
         let due = |at: Option<Instant>| at.is_some_and(|at| at <= now);
         if !self.saves.may_serve() && !due(self.link_closed) {
             self.give_up_quieting(now);
@@ -69,6 +118,11 @@ impl Driver {
             && due(Some(self.born + lifetime))
         {
             return Some(Outcome::Lifetime(lifetime));
+        }
+        if let (Some(since), Some(limit)) = (self.clientless_since, self.record.config.client_gone_timeout)
+            && due(Some(since + limit))
+        {
+            return Some(Outcome::ClientGone(limit));
         }
         if let (Some(since), Some(idle)) = (self.idle_since, self.record.config.idle_timeout)
             && due(Some(since + idle))
@@ -118,6 +172,7 @@ impl Driver {
     /// With a client attached or a program running a sandbox is never idle. Since when it is, is written down: a server that is restarted
     /// does not begin to count anew.
     pub(super) fn note_idleness(&mut self) {
+        self.clientless_since = if self.client.is_some() { None } else { self.clientless_since.or_else(|| Some(Instant::now())) };
         let busy = self.client.is_some()
             || self.packing.is_some()
             || self.transfers.keep_busy()

@@ -1,28 +1,24 @@
 //! Executions for those who have no WebSocket: for as long as one is watched, who asked for it is the client of the sandbox. As with any other client it
 //! keeps the sandbox only while it is there: where somebody waits for what is collected.
 
-use std::time::Duration;
-
 use bytes::Bytes;
 use sandboxer_protocol::{
     ExecutionId, SandboxId,
+    agent::PerStream,
     client::{ErrorCode, ExecuteRequest, Request, ServerEvent, Status},
 };
-use tokio::{
-    sync::{mpsc, watch},
-    time::timeout,
-};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{Native, NativeError, travel::RESTS};
 use crate::sandbox::{
     asks::{Ask, Told},
-    client::{ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing, Piece},
+    client::{Acknowledgement, ClientPort, FromClient, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing, Piece},
     driver::Attachment,
 };
 
-/// How long it may take until the sandbox asks whether its last words were heard.
-const ACKNOWLEDGED: Duration = Duration::from_secs(1);
+/// Room that is left in the agent's window when a collector acknowledges: pieces of unfinished characters stay below it.
+const WINDOW_RESERVE_BYTES: u64 = 64 * 1024;
 
 /// What is told of an execution.
 pub(crate) enum ExecutionWord {
@@ -35,6 +31,13 @@ pub(crate) struct Watched {
     pub(crate) id: ExecutionId,
     outgoing: mpsc::Receiver<Outgoing>,
     pongs: watch::Sender<Bytes>,
+    /// Output before these offsets was passed on.
+    received: PerStream<u64>,
+    /// Output before these offsets was acknowledged.
+    acknowledged: PerStream<u64>,
+    /// So much output may be unacknowledged. A request that is sent again gets it again. More than the agent's window would have the
+    /// program wait for ever.
+    hold: u64,
     /// How many wait for what is told; none: whoever reads this does.
     waiting_for_it: Option<watch::Receiver<usize>>,
     /// A ping that came while nobody waited.
@@ -44,7 +47,9 @@ pub(crate) struct Watched {
     /// It was heard that it runs: what comes from here on is its own.
     begun: bool,
     ended: bool,
-    _incoming: mpsc::Sender<Incoming>,
+    /// The end of the execution was passed on, not only the end of the connection.
+    end_received: bool,
+    incoming: mpsc::Sender<Incoming>,
     _open: DropGuard,
 }
 
@@ -73,7 +78,8 @@ impl Native {
         let (to_client, outgoing) = mpsc::channel(OUTGOING_MESSAGES);
         let (pongs, pong) = watch::channel(Bytes::new());
         let closing = CancellationToken::new();
-        let port = ClientPort { incoming, pongs: pong, outgoing: to_client, _closing: closing.clone().drop_guard() };
+        let acknowledgement = Acknowledgement::Explicit;
+        let port = ClientPort { incoming, pongs: pong, outgoing: to_client, acknowledgement, _closing: closing.clone().drop_guard() };
         match handle.attach(port, Vec::new()).await {
             None => return Err(NativeError::NotReady(RESTS)),
             Some(Attachment::InUse) => return Err(NativeError::InUse),
@@ -96,12 +102,20 @@ impl Native {
             id: execution_id,
             outgoing,
             pongs,
+            received: PerStream::default(),
+            acknowledged: PerStream::default(),
+            // A client that reads events has what it was sent. One that waits for the end has nothing before it.
+            hold: handle
+                .output_window_bytes
+                .filter(|_| waiting_for_it.is_some())
+                .map_or(0, |window| window.saturating_sub(WINDOW_RESERVE_BYTES)),
             waiting_for_it,
             unanswered: None,
             waiting: std::collections::VecDeque::new(),
             begun: false,
             ended: false,
-            _incoming: to_driver,
+            end_received: false,
+            incoming: to_driver,
             _open: closing.drop_guard(),
         })
     }
@@ -122,13 +136,16 @@ impl Watched {
                 }
             }
             if self.ended {
-                self.acknowledge().await;
+                self.acknowledge(self.end_received).await;
                 return None;
+            }
+            if self.is_full() && self.is_waited_for() {
+                self.acknowledge(false).await;
             }
             let message = tokio::select! {
                 biased;
                 message = self.outgoing.recv() => message?,
-                () = somebody(self.waiting_for_it.as_mut()), if self.unanswered.is_some() => {
+                () = somebody(self.waiting_for_it.as_mut()), if self.unanswered.is_some() || self.is_full() => {
                     self.answer_pings();
                     continue;
                 }
@@ -139,14 +156,16 @@ impl Watched {
                 Outgoing::End(events) => self.waiting.extend(events),
                 Outgoing::Output(piece) if *piece.execution == self.id => {
                     self.begun = true;
+                    *self.received.get_mut(piece.stream) = piece.end;
                     return Some(ExecutionWord::Output(piece));
                 }
                 // Of an execution before: nobody here may acknowledge it.
                 Outgoing::Output(_) => {}
                 Outgoing::Ping(payload) => {
-                    if self.begun {
-                        self.unanswered = Some(payload);
-                        self.answer_pings();
+                    self.unanswered = Some(payload);
+                    self.answer_pings();
+                    if self.hold == 0 && self.received != self.acknowledged {
+                        self.acknowledge(false).await;
                     }
                 }
                 Outgoing::Close(_) => self.ended = true,
@@ -168,22 +187,24 @@ impl Watched {
         }
     }
 
-    /// The end was told: who attaches next need not hear it again.
-    async fn acknowledge(&mut self) {
+    /// The program would wait for room.
+    fn is_full(&self) -> bool {
+        let held = |received: u64, acknowledged: u64| received.saturating_sub(acknowledged) >= self.hold;
+        self.hold > 0 && (held(self.received.stdout, self.acknowledged.stdout) || held(self.received.stderr, self.acknowledged.stderr))
+    }
+
+    /// Says which output was passed on. `end`: the next client need not hear the end. Output that a collector holds stays with the
+    /// agent, so that the same request gets it again. Cancel-safe.
+    async fn acknowledge(&mut self, end: bool) {
         if !self.is_waited_for() {
             return;
         }
-        let asked = async {
-            while let Some(message) = self.outgoing.recv().await {
-                if let Outgoing::Ping(payload) = message {
-                    return Some(payload);
-                }
-            }
-            None
-        };
-        if let Ok(Some(payload)) = timeout(ACKNOWLEDGED, asked).await {
-            self.pongs.send_replace(payload);
+        let upto = if self.ended && self.hold > 0 { self.acknowledged } else { self.received };
+        // A driver that has ended needs no word.
+        if let Ok(permit) = self.incoming.reserve().await {
+            permit.send(Incoming { message: FromClient::Received { id: self.id.clone(), upto, end }, _room: None });
         }
+        self.acknowledged = upto;
     }
 
     /// What tells the end of an execution before this one.
@@ -198,6 +219,11 @@ impl Watched {
         if let ServerEvent::Error(_) = &event {
             // It was never started, so nothing follows.
             self.ended |= !self.begun;
+            self.end_received |= !self.begun;
+        }
+        if let ServerEvent::Resumed(resumed) = &event {
+            let from = PerStream { stdout: resumed.stdout_offset.unwrap_or(0), stderr: resumed.stderr_offset.unwrap_or(0) };
+            (self.received, self.acknowledged) = (from, from);
         }
         let ServerEvent::StatusUpdate(update) = &event else { return Some(event) };
         if update.execution_id.as_ref().is_some_and(|id| *id != self.id) {
@@ -205,7 +231,7 @@ impl Watched {
         }
         match update.status {
             Status::ExecutionRunning => self.begun = true,
-            Status::ExecutionDone => self.ended = true,
+            Status::ExecutionDone => (self.ended, self.end_received) = (true, true),
             Status::Running => return None,
             _ => {}
         }

@@ -10,6 +10,7 @@ use super::{Native, NativeSandbox};
 use crate::{
     checkpoints::{About, Checkpoints, Family, SavedCheckpoint, SavedSnapshot},
     manager::{ArriveError, CreateError, Handle},
+    obituaries::Obituary,
     sandbox::{
         asks::{Ask, Refused, Told},
         rollback::place_of,
@@ -21,6 +22,8 @@ use crate::{
 #[derive(Debug)]
 pub(crate) enum NativeError {
     NotFound(&'static str),
+    /// A sandbox that ended. The reason is told to the key that made it.
+    Gone(Obituary),
     InUse,
     NotReady(&'static str),
     Because(ErrorCode, String),
@@ -47,6 +50,7 @@ impl From<ArriveError> for NativeError {
             ArriveError::NotFound(_) => Self::NotFound("sandbox"),
             ArriveError::InUse => Self::InUse,
             ArriveError::HandoffInProgress => Self::NotReady("is being handed to another instance"),
+            ArriveError::OwnerSilent => Self::NotReady("is at an instance that does not answer and has not saved it yet"),
             ArriveError::NotYet => Self::NotReady("is not yet reached by this server, which was restarted"),
             ArriveError::Later(code, why) => Self::Because(code, why),
             ArriveError::Failed(why) => Self::Because(ErrorCode::RestoreFailed, why),
@@ -112,7 +116,14 @@ impl Native {
     /// Its history, with that of what it came from and of what came from it.
     pub(crate) async fn family(&self, id: SandboxId, who: Option<&str>) -> Result<Family, NativeError> {
         self.any(id, who).await?;
-        self.kept()?.family(id, |owner| may_see(owner, who)).await.map_err(unreadable)
+        let mut family = self.kept()?.family(id, |owner| may_see(owner, who)).await.map_err(unreadable)?;
+        // The volume has no record of a sandbox that is not kept there.
+        for (id, one) in &mut family {
+            if one.gone && self.visible(*id, who).await.is_some() {
+                (one.gone, one.held) = (false, true);
+            }
+        }
+        Ok(family)
     }
 
     pub(crate) async fn snapshots(&self, who: Option<&str>) -> Result<Vec<SavedSnapshot>, NativeError> {
@@ -155,7 +166,10 @@ impl Native {
             }
         }
         self.manager.go_back(id, to, who.clone()).await?;
-        self.get(id, who.as_deref()).await.ok_or(NativeError::NotFound("sandbox"))
+        match self.get(id, who.as_deref()).await {
+            Some(sandbox) => Ok(sandbox),
+            None => Err(self.missing(id, who.as_deref()).await),
+        }
     }
 
     /// Makes new sandboxes from something saved: all of them, or none. Each comes with the only copy of its token.
@@ -222,12 +236,24 @@ impl Native {
         }
         match self.get(id, who).await {
             Some(_) => Err(NativeError::NotReady(RESTS)),
-            None => Err(NativeError::NotFound("sandbox")),
+            None => Err(self.missing(id, who).await),
         }
     }
 
+    /// Why there is no such sandbox.
+    pub(crate) async fn missing(&self, id: SandboxId, who: Option<&str>) -> NativeError {
+        let obituary = match self.manager.obituary_of_key(id, who) {
+            None => self.manager.tombstone_of_key(id, who).await,
+            here => here,
+        };
+        obituary.map_or(NativeError::NotFound("sandbox"), NativeError::Gone)
+    }
+
     async fn any(&self, id: SandboxId, who: Option<&str>) -> Result<NativeSandbox, NativeError> {
-        self.get(id, who).await.ok_or(NativeError::NotFound("sandbox"))
+        match self.get(id, who).await {
+            Some(sandbox) => Ok(sandbox),
+            None => Err(self.missing(id, who).await),
+        }
     }
 
     fn kept(&self) -> Result<&Checkpoints, NativeError> {

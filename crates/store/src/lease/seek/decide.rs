@@ -83,7 +83,11 @@ impl Position {
         };
         if owner_is_gone {
             // An owner that was never saved and comes back may still go on: it is left alone.
-            return if self.unsaved || record.latest.is_some() { Decision::Acquire } else { Decision::Found(Sought::NeverSaved) };
+            if self.unsaved || record.latest.is_some() {
+                return Decision::Acquire;
+            }
+            let owner = record.owner.clone().filter(|owner| *owner != self.me);
+            return Decision::Found(Sought::NeverSaved { owner });
         }
         if self.seen && !mine {
             return Decision::Found(Sought::HandoffInProgress);

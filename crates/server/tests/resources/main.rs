@@ -3,6 +3,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod answers;
+mod executions;
+mod filesystems;
+
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -16,7 +20,9 @@ use std::{
 use futures_util::{SinkExt as _, StreamExt as _};
 use sandboxer_protocol::SandboxId;
 use sandboxer_runtime::{AfterSave, BoxFuture, FakeRuntime, Fault, HostLimits, Instance, Launch, NotWhole, Runtime, RuntimeError, Written};
-use sandboxer_server::{Access, ApiKey, CheckpointSettings, Collection, Facts, Images, Server, Settings, StopHow, Terms};
+use sandboxer_server::{
+    Access, ApiKey, CheckpointSettings, Collection, Facts, FilesystemSettings, Images, Server, Settings, StopHow, Terms,
+};
 use sandboxer_store::Place;
 use serde_json::{Value, json};
 use tokio::{
@@ -48,6 +54,20 @@ struct Gated {
     /// Saves that have begun.
     begun: Arc<Semaphore>,
     may_save: Arc<Semaphore>,
+}
+
+impl Default for Gated {
+    fn default() -> Self {
+        Self {
+            inner: FakeRuntime::new(),
+            starts: Arc::new(Semaphore::new(0)),
+            starting: Arc::default(),
+            most_starting: Arc::default(),
+            may_start: Arc::new(Semaphore::new(MANY)),
+            begun: Arc::new(Semaphore::new(0)),
+            may_save: Arc::new(Semaphore::new(MANY)),
+        }
+    }
 }
 
 impl Runtime for Gated {
@@ -133,8 +153,13 @@ impl Ground {
     }
 
     async fn serve(&self, name: &str) -> Running {
+        std::fs::create_dir(self.0.path().join(name)).unwrap();
+        self.serve_on(name, Gated::default()).await
+    }
+
+    /// On a runtime and a data directory that may be those of a server before.
+    async fn serve_on(&self, name: &str, runtime: Gated) -> Running {
         let data = self.0.path().join(name);
-        std::fs::create_dir(&data).unwrap();
         let mut settings = Settings::new("127.0.0.1:0".parse().unwrap(), data);
         // Far longer than the tests wait for anything.
         settings.stop_grace = Duration::from_secs(600);
@@ -146,16 +171,14 @@ impl Ground {
             facts: Facts::default(),
             collection: Collection { every: None, ..Collection::default() },
         });
+        settings.filesystems = Some(FilesystemSettings {
+            place: Place::at(&self.0.path().join("volume")).unwrap(),
+            key_file: None,
+            cache_bytes: 1 << 20,
+            templates: None,
+            collect_every: None,
+        });
         settings.access = Access { keys: ApiKey::parse_list(&format!("{ALICE}\n{BOB}")).unwrap(), ..Access::default() };
-        let runtime = Gated {
-            inner: FakeRuntime::new(),
-            starts: Arc::new(Semaphore::new(0)),
-            starting: Arc::default(),
-            most_starting: Arc::default(),
-            may_start: Arc::new(Semaphore::new(MANY)),
-            begun: Arc::new(Semaphore::new(0)),
-            may_save: Arc::new(Semaphore::new(MANY)),
-        };
         let images = Images::fixed(self.image());
         let server = Server::start(settings, Arc::new(runtime.clone()), images, HostLimits::none("a test")).await.unwrap();
         let address = server.address().unwrap();
@@ -231,16 +254,22 @@ impl Running {
     }
 
     async fn attach(&self, sandbox: &Sandbox) -> Ws {
+        self.attach_as(ALICE, sandbox, Some(&sandbox.token)).await
+    }
+
+    async fn attach_as(&self, key: &str, sandbox: &Sandbox, token: Option<&str>) -> Ws {
         let mut request = format!("ws://{}/attach/{}", self.address, sandbox.id).into_client_request().unwrap();
-        request.headers_mut().insert("x-api-key", secret(ALICE).parse().unwrap());
-        request.headers_mut().insert("x-sandbox-token", sandbox.token.parse().unwrap());
+        request.headers_mut().insert("x-api-key", secret(key).parse().unwrap());
+        if let Some(token) = token {
+            request.headers_mut().insert("x-sandbox-token", token.parse().unwrap());
+        }
         Ws(connect_async(request).await.unwrap().0)
     }
 
     /// Nobody can have it, here as elsewhere.
     async fn expect_gone(&self, sandbox: &Sandbox) {
         let (status, body) = self.ask(ALICE, "GET", &sandbox.path).await;
-        assert_eq!(status, 404, "{body}");
+        assert!(matches!(status, 404 | 410), "{status}: {body}");
         let told = self.attach(sandbox).await.status_but(&["SANDBOX_RESTORING"]).await;
         assert_eq!(told["status"], "SANDBOX_NOT_FOUND", "{told}");
         assert!(told["message"].as_str().unwrap().contains("deleted by its owner"), "{told}");
@@ -256,7 +285,9 @@ impl Ws {
                 match self.0.next().await.unwrap().unwrap() {
                     Message::Text(text) => {
                         let message: Value = serde_json::from_str(&text).unwrap();
-                        if message["event"] == "status_update" && !skipped.iter().any(|status| message["status"] == **status) {
+                        // Clients ignore that they wait.
+                        let waits = message["status"] == "SANDBOX_WAITING";
+                        if message["event"] == "status_update" && !waits && !skipped.iter().any(|status| message["status"] == **status) {
                             return message;
                         }
                     }
@@ -458,73 +489,4 @@ async fn a_sandbox_that_is_not_kept_is_deleted_while_it_runs() {
     assert_eq!(a.ask(ALICE, "DELETE", &sandbox.path).await.0, 204);
     assert_eq!(a.ask(ALICE, "DELETE", &sandbox.path).await.0, 404);
     assert!(a.runtime.inner.ids().is_empty());
-}
-
-/// Asks for an execution that does not end, and waits until it is the so-manieth that was begun.
-async fn begin(server: &Running, sandbox: &Sandbox, more: &str, count: usize) -> TcpStream {
-    let path = format!("{}/executions", sandbox.path);
-    let asked = json!({"language": "bash", "code": "sleep 100000", "execution_id": "endless"});
-    let stream = send(server.address, ALICE, "POST", &path, more, &asked).await;
-    let wanted = format!("sandboxer_executions_total {count}");
-    let running = async {
-        while !text(server.address, "/metrics").await.contains(&wanted) {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(PATIENCE, running).await.unwrap();
-    stream
-}
-
-#[tokio::test]
-async fn an_execution_keeps_its_sandbox_for_as_long_as_its_caller_is_there() {
-    let ground = Ground::new();
-    let a = ground.serve("a").await;
-    for (more, count) in [("", 1), ("Idempotency-Key: one\r\n", 3)] {
-        let sandbox = a.create(json!({})).await;
-        let caller = begin(&a, &sandbox, more, count).await;
-        a.attach(&sandbox).await.expect("SANDBOX_IN_USE").await;
-        drop(caller);
-        // It may take a moment until the server knows that the caller has gone.
-        let attached = async {
-            loop {
-                let mut ws = a.attach(&sandbox).await;
-                let told = ws.status_but(&[]).await;
-                if told["status"] == "SANDBOX_RUNNING" {
-                    break ws;
-                }
-                assert_eq!(told["status"], "SANDBOX_IN_USE", "{told}");
-            }
-        };
-        let mut ws = timeout(PATIENCE, attached).await.unwrap();
-        // What was begun goes on, and is who attaches' to end.
-        ws.0.send(Message::text(json!({"action": "kill_process"}).to_string())).await.unwrap();
-        loop {
-            let told = ws.status_but(&[]).await;
-            if told["status"] == "SANDBOX_EXECUTION_DONE" {
-                assert_eq!(told["execution_id"], "endless", "{told}");
-                break;
-            }
-        }
-        ws.run("sleep 0.01").await;
-    }
-}
-
-#[tokio::test]
-async fn who_asks_again_under_its_key_is_as_good_as_who_asked_first() {
-    let ground = Ground::new();
-    let a = ground.serve("a").await;
-    let sandbox = a.create(json!({})).await;
-    let key = "Idempotency-Key: one\r\n";
-    drop(begin(&a, &sandbox, key, 1).await);
-    let mut again = begin(&a, &sandbox, key, 1).await;
-    a.attach(&sandbox).await.expect("SANDBOX_IN_USE").await;
-    let kill = format!("{}/executions/kill", sandbox.path);
-    assert_eq!(ask(a.address, ALICE, "POST", &kill, json!({})).await.0, 200);
-    let mut answer = Vec::new();
-    let read = async {
-        while !String::from_utf8_lossy(&answer).contains("SIGKILL") {
-            assert!(again.read_buf(&mut answer).await.unwrap() > 0, "{}", String::from_utf8_lossy(&answer));
-        }
-    };
-    timeout(PATIENCE, read).await.unwrap();
 }
