@@ -129,7 +129,7 @@ impl Filesystems {
         let loader = Loader::new(volume.clone(), index.clone());
         let saver = Saver::new(volume.clone(), index).with_pack_bytes(PACK_BYTES);
         Ok(Self {
-            presence: place.directory().map(|dir| Presence::of(dir)).transpose()?,
+            presence: place.directory().map(Presence::of).transpose()?,
             cache: Cache::open(&data_dir.join("filesystem-cache"), cache_bytes, loader.clone()).map_err(other)?,
             images: StoredImages::new(saver.clone(), loader, data_dir.join("filesystem-images")),
             volume,
