@@ -201,7 +201,7 @@ pub(crate) fn tell_left(id: SandboxId) {
     eprintln!("sandboxer: the program goes on. See it again: sandboxer attach {id}   End it: sandboxer kill {id}");
 }
 
-/// What happens to a program whose sandbox comes back from its last save.
+/// How this command goes on with a program whose sandbox comes back from its last save.
 pub(crate) struct Rewinds<'a> {
     sandbox: &'a Sandbox,
     /// The program that this command stays with.

@@ -37,6 +37,9 @@ fn runtime() -> Result<Arc<Runtime>, Error> {
 /// sandbox.bash("echo hello > file")?.wait()?;
 /// let run = sandbox.run(Execution::bash("sleep 10; cat file"))?;
 /// println!("{} of {}, set back {} times", run.id(), sandbox.id(), sandbox.generation());
+/// if sandbox.generation() > 0 {
+///     println!("{} is still there", sandbox.resume_execution(run.id())?.id());
+/// }
 /// let (id, token) = (sandbox.id(), sandbox.token().map(str::to_owned));
 /// sandbox.close();
 /// let sandbox = Sandbox::attach(server, id, token.as_deref())?;

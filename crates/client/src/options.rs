@@ -151,8 +151,8 @@ impl Options {
         self
     }
 
-    /// How long it goes on without a client, even while something runs in it; zero: for as long as something runs, which is the default.
-    /// It can't be combined with [`checkpoint`](Self::checkpoint). Servers of an older version ignore it.
+    /// How long the sandbox goes on without a client, even while a program runs; zero: for as long as a program runs, which is the default.
+    /// The option can't be combined with [`checkpoint`](Self::checkpoint). Servers of an older version ignore it.
     #[must_use]
     pub fn client_gone_timeout(mut self, timeout: Duration) -> Self {
         self.config.client_gone_timeout = Some(timeout.into());

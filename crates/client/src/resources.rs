@@ -157,7 +157,7 @@ pub struct FilesystemInfo {
     pub content_bytes: u64,
     /// How much it takes, shared with others or not.
     pub size_bytes: u64,
-    /// It is damaged and can't be used, for this reason. It can be deleted and replaced; nothing but its name is known of it.
+    /// Why the snapshot can't be used: it is damaged. Such a snapshot can be deleted and replaced; only its name is known.
     #[serde(default)]
     pub error: Option<String>,
 }

@@ -339,7 +339,7 @@ fn code_of(error: &Error) -> ErrorCode {
     }
 }
 
-/// What is wrong with a snapshot, and what to do about it.
+/// The fault of a snapshot in words, with what to do about it.
 pub(crate) fn damage(error: &Error) -> String {
     match error {
         Error::Damaged { file, fault } => {

@@ -194,7 +194,7 @@ impl Manager {
         (known || !self.settings.access.needs_token()).then_some(obituary.message)
     }
 
-    /// The same for an API key: with keys, for the one that made it.
+    /// Why a sandbox ended, for an API key: with keys, for the key that made the sandbox.
     pub(crate) fn obituary_of_key(&self, id: SandboxId, who: Option<&str>) -> Option<Obituary> {
         let obituary = self.obituaries.get(id)?;
         (!self.settings.access.needs_token() || who.is_some() && obituary.owner.as_deref() == who).then_some(obituary)

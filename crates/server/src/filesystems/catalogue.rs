@@ -17,7 +17,7 @@ pub(crate) struct SavedFilesystem {
     pub(crate) about: Filesystem,
     /// Bytes on the volume, shared with others or not.
     pub(crate) stored_bytes: u64,
-    /// It can't be used, for this reason. Nothing but its name and a time is known of it then.
+    /// Why the snapshot can't be used. Only its name and a time are known then.
     pub(crate) damage: Option<String>,
 }
 
@@ -27,7 +27,7 @@ impl SavedFilesystem {
         Some(Self { name, about: manifest.filesystem()?.clone(), stored_bytes: manifest.stored_bytes(), damage: None })
     }
 
-    /// One whose manifest is not what was written.
+    /// A snapshot whose manifest is not what was written.
     fn damaged(name: FilesystemName, written_at: Timestamp, why: String) -> Self {
         let about = Filesystem {
             created_at: written_at,
@@ -42,7 +42,7 @@ impl SavedFilesystem {
 }
 
 impl Filesystems {
-    /// Those of an owner, damaged ones included.
+    /// All snapshots of an owner, damaged ones included.
     pub(crate) async fn list(&self, owner: Option<&str>) -> Result<Vec<SavedFilesystem>, Error> {
         let names = self.volume.filesystems(tenant(owner)).await?;
         if names.is_empty() {
@@ -54,7 +54,7 @@ impl Filesystems {
         Ok(looked?.into_iter().flatten().collect())
     }
 
-    /// What is known of one. None: there is none of that name.
+    /// Looks a snapshot up, damaged or not. None: there is none of that name.
     pub(crate) async fn about(&self, owner: Option<&str>, name: FilesystemName) -> Result<Option<SavedFilesystem>, Error> {
         match self.find(owner, name).await {
             Ok(manifest) => Ok(manifest.as_ref().and_then(SavedFilesystem::of)),

@@ -153,7 +153,7 @@ enum Waited<T> {
     },
 }
 
-/// The same; a client that waits for long is told so, once.
+/// Waits as [`listening`] does, and tells a client once that it waits for long.
 async fn listening_and_telling<T>(socket: &mut WebSocket, early: &mut Early, what: &str, work: impl Future<Output = T>) -> Waited<T> {
     let mut work = std::pin::pin!(work);
     match listening(socket, early, timeout(TELL_WAITING_AFTER, &mut work)).await {

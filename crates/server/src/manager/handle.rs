@@ -50,7 +50,7 @@ pub(crate) struct Handle {
     /// Which API key it belongs to.
     pub(crate) owner: Option<Arc<str>>,
     pub(crate) created_at: jiff::Timestamp,
-    /// What its agent holds of a stream, as far as is known.
+    /// How many bytes of a stream its agent holds, as far as is known.
     pub(crate) output_window_bytes: Option<u64>,
     pub(crate) config: Arc<SandboxConfig>,
     pub(crate) image: Arc<Path>,

@@ -72,7 +72,7 @@ pub struct NetworkSettings {
 /// Why a sandbox does not get the network that was asked for, with the rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotAdmitted {
-    /// It is no rule, or there are too many.
+    /// The text is no rule, or there are too many.
     #[error("{0}")]
     Malformed(String),
     /// This server gives no sandbox a network.

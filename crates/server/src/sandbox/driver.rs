@@ -143,7 +143,7 @@ pub(crate) enum Attachment {
 pub(crate) enum Outcome {
     KilledByClient,
     Idle(Duration),
-    /// It was without a client for as long as its configuration allows.
+    /// The sandbox was without a client for as long as its configuration allows.
     ClientGone(Duration),
     Lifetime(Duration),
     Died(End),

@@ -61,7 +61,7 @@ pub(crate) struct SandboxConfig {
     /// How long it goes on without a client, whatever runs in it. None: for as long as something runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) client_gone_timeout: Option<Duration>,
-    /// What its agent holds of a stream. None: it was made by a server that did not note that.
+    /// How many bytes of a stream its agent holds. None: an older server made the sandbox, which did not note that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) output_window_bytes: Option<u64>,
     #[serde(default)]

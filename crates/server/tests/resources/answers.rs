@@ -63,7 +63,7 @@ async fn the_reason_of_an_end_is_told_to_the_key_that_made_it() {
     assert_eq!(refusal(&a, ALICE, "GET", &sandbox.path, Value::Null).await, (410, "gone".to_owned()));
     a.attach_as(ALICE, &sandbox, None).await.expect("SANDBOX_NOT_FOUND").await;
 
-    // One that was kept on the volume, and was ended from elsewhere.
+    // A sandbox that was kept on the volume, and that another instance ended.
     let b = ground.serve("b").await;
     let kept = a.create(json!({"enable_checkpoint": true})).await;
     a.save(&kept).await;

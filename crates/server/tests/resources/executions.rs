@@ -77,7 +77,7 @@ async fn execute(server: &Running, sandbox: &Sandbox, id: &str, code: &str) -> (
     ask(server.address, ALICE, "POST", &format!("{}/executions", sandbox.path), asked).await
 }
 
-/// The same once the server has seen that the caller before has gone.
+/// Sends the request again until the server has seen that the caller before has gone.
 async fn execute_again(server: &Running, sandbox: &Sandbox, id: &str, code: &str) -> Value {
     let collected = async {
         loop {

@@ -54,7 +54,7 @@ pub(super) struct ExecutionResult {
     stderr_offset: u64,
 }
 
-/// What is collected of one stream.
+/// The collected output of one stream.
 #[derive(Debug, Default)]
 struct Collected {
     bytes: Vec<u8>,

@@ -371,7 +371,7 @@ pub(super) struct FilesystemObject {
     content_bytes: u64,
     /// Bytes on the volume, shared with others or not.
     size_bytes: u64,
-    /// It is damaged and can't be used, and this says what is wrong. It can be deleted and replaced. Of such a one only the name is
+    /// The fault of a damaged snapshot, which can't be used, and can be deleted and replaced. Only the name of such a snapshot is
     /// known; `created_at` is the time of its file.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
