@@ -63,6 +63,8 @@ const MAX_PORT_SOCKETS: usize = 2000;
 /// WebSockets of clients at once, of one API key and of a server without keys.
 const MAX_SOCKETS_OF_A_KEY: u64 = 2500;
 const MAX_SOCKETS: u64 = 5000;
+/// Requests of one API key that read much of a volume at once, and twice as many in all.
+const VOLUME_TURNS: u32 = 4;
 /// Requests larger than a few KiB that are under way, in KiB of one API key; twice as much in all.
 const MESSAGES_KIB: u32 = 32 * 1024;
 /// How long a sandbox that is taken up waits to hear that it is still this instance's, and others for what the volume is told in passing.
@@ -95,6 +97,8 @@ pub(crate) struct Manager {
     drivers: TaskTracker,
     /// How many WebSockets each key may have.
     pub(crate) socket_turns: Shares,
+    /// For requests that read much of a volume.
+    pub(crate) volume_turns: Budget,
     /// For what clients send that is held in memory.
     pub(crate) message_budget: Budget,
     /// Every WebSocket holds a token of it for as long as it is open.
@@ -151,6 +155,7 @@ impl Manager {
             obituaries,
             sandboxes: Mutex::default(),
             drivers,
+            volume_turns: Budget::new(VOLUME_TURNS),
             message_budget: Budget::new(MESSAGES_KIB),
             sockets: TaskTracker::new(),
             port_sockets: (TaskTracker::new(), Arc::new(Semaphore::new(MAX_PORT_SOCKETS))),

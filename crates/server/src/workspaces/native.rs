@@ -117,6 +117,11 @@ impl Native {
         Self { manager }
     }
 
+    /// Turns of requests that read much of a volume.
+    pub(crate) fn volume_turns(&self) -> &Budget {
+        &self.manager.volume_turns
+    }
+
     /// For requests that are held in memory.
     pub(crate) fn message_budget(&self) -> &Budget {
         &self.manager.message_budget
