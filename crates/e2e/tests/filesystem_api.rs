@@ -120,7 +120,7 @@ async fn a_snapshot_leaves_as_a_layer_and_a_layer_enters_as_a_snapshot() {
     fs::File::create(tree.join("huge")).unwrap().set_len(2_200_000_000).unwrap();
     let bomb = Command::new("sh").args(["-c", "tar -c huge | gzip -1"]).current_dir(&tree).output().unwrap().stdout;
     fs::write(&bad, bomb).unwrap();
-    assert!(complained(&server, &["import", "bad", bad.to_str().unwrap()]).contains("larger than is allowed"));
+    assert!(complained(&server, &["import", "bad", bad.to_str().unwrap()]).contains("200 times its own size"));
     let _ = server.refuses(None, "GET", "/v1/filesystem-snapshots/bad", &Value::Null, 404, "not_found");
     assert!(fs::read_dir(server.data_dir().join("packing")).unwrap().next().is_none(), "nothing is left of what was refused");
     ws.expect_alive().await;

@@ -132,6 +132,60 @@ async fn a_server_inside_is_reached_with_bodies_of_any_size_in_both_directions()
 }
 
 #[tokio::test]
+async fn pages_of_no_origin_need_the_path_of_the_ports_own_pages() {
+    let (ws, other) = (serving(&SERVER, json!({})).await, serving(&SERVER, json!({})).await);
+    let address = SERVER.address();
+    let null = ("Origin", "null");
+    let upgrade = [null, ("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "x")];
+    let own_pages = |ws: &Ws| {
+        let opened = http::try_get(address, &path(ws, "/"), &[("Accept", "text/html"), ("Sec-Fetch-Mode", "navigate")]).unwrap();
+        assert_eq!(opened.status, 303);
+        opened.header("location").unwrap().strip_prefix(&path(ws, "")).unwrap().trim_end_matches('/').to_owned()
+    };
+    let (own, foreign) = (own_pages(&ws), own_pages(&other));
+    assert!(own.starts_with("/~") && own != foreign, "{own}");
+    // A foreign page can put itself into a frame without an origin, but does not know the path.
+    for part in ["", foreign.as_str()] {
+        let refused = http::bytes(address, "POST", &path(&ws, &format!("{part}/up")), &[null], b"x").unwrap();
+        assert_eq!((refused.status, refused.json()["error"]["code"].as_str()), (403, Some("foreign_origin")));
+        assert_eq!(http::try_get(address, &path(&ws, &format!("{part}/socket")), &upgrade).unwrap().status, 403);
+        assert_eq!(http::try_get(address, &path(&ws, &format!("{part}/x")), &[null]).unwrap().status, 403);
+    }
+    let scripted = [("Accept", "text/html"), ("Sec-Fetch-Mode", "no-cors")];
+    assert_eq!(http::try_get(address, &path(&ws, "/"), &scripted).unwrap().status, 200, "a script is led nowhere");
+    // The port's own pages go on as they did.
+    let below = |name: &str| path(&ws, &format!("{own}/{name}"));
+    assert_eq!(http::bytes(address, "POST", &below("up"), &[null], b"x").unwrap().body, sha256(b"x"));
+    let said = http::try_get(address, &below("x?a=b"), &[null]).unwrap().json();
+    assert_eq!(said["line"], "GET /x?a=b HTTP/1.1");
+    assert_eq!(http::try_get(address, &below("moved"), &[]).unwrap().header("location"), Some(below("there").as_str()));
+    let mut request = format!("ws://{address}{}", below("socket")).into_client_request().unwrap();
+    request.headers_mut().insert("Origin", "null".parse().unwrap());
+    let (mut socket, _) = tokio_tungstenite::connect_async(request).await.unwrap();
+    socket.send(Message::text("own")).await.unwrap();
+    assert_eq!(socket.next().await.unwrap().unwrap(), Message::text("own"));
+    let evil = http::bytes(address, "POST", &below("up"), &[("Origin", "http://evil.example")], b"x").unwrap();
+    assert_eq!(evil.status, 403);
+}
+
+#[tokio::test]
+async fn programs_see_neither_keys_nor_referers_of_others() {
+    let ws = serving(&SERVER, json!({})).await;
+    let address = SERVER.address();
+    let from = |referer: String, key: (&str, &str)| {
+        let answer = http::try_get(address, &path(&ws, "/x"), &[("Referer", &referer), key]).unwrap();
+        answer.json()["headers"].to_string()
+    };
+    let own = format!("http://{address}{}", path(&ws, "/page?a=b&sandboxer_link=secret"));
+    let said = from(own, ("Authorization", "Bearer a-key-of-another-server"));
+    assert!(said.contains("/page?a=b") && !said.contains("secret") && !said.contains("a-key-of"), "{said}");
+    let elsewhere = format!("http://{address}/v1/sandboxes/another/ports/80/?sandboxer_link=secret");
+    let said = from(elsewhere, ("X-API-Key", "a-key-of-another-server"));
+    assert!(!said.contains("secret") && !said.contains("another"), "{said}");
+    assert!(from(String::new(), ("Authorization", "Basic its-own")).contains("its-own"));
+}
+
+#[tokio::test]
 async fn websockets_pass_through_and_end_with_the_sandbox() {
     let ws = serving(&SERVER, json!({})).await;
     let request = format!("ws://{}{}", SERVER.address(), path(&ws, "/socket")).into_client_request().unwrap();

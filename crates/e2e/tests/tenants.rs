@@ -218,3 +218,58 @@ async fn a_rate_is_told_at_once_though_a_sandbox_is_leaving() {
     ws.expect_status("SANDBOX_CHECKPOINTED").await;
     is_refused(&server, ALICE, "This API key has made 1 sandboxes within a minute, and may not make more. Try again later.").await;
 }
+
+/// A request whose body never comes to its end.
+async fn stalls(server: &Server, method: &str, path: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(server.address()).await.unwrap();
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nHost: {}\r\n{}: {}\r\nContent-Length: 1000000\r\n\r\n\x1f",
+        server.address(),
+        ALICE.0,
+        ALICE.1
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn stalled_uploads_of_one_key_freeze_nobody() {
+    let volume = Volume::default();
+    let keys = format!("alice:{},bob:{}", ALICE.1, BOB.1);
+    let options = volume.filesystems().env("CHECKPOINT_AND_RESTORE_PATH", volume.path().to_str().unwrap());
+    let server = options.env("SANDBOXER_API_KEYS", keys).arg("--lease").arg("6").start();
+    let mut bob = Ws::connect(server.address(), "/create", &[BOB]).await.unwrap();
+    bob.send(json!({"enable_checkpoint": true})).await;
+    bob.expect_created().await;
+    let mut stalled = Vec::new();
+    for number in 0..64 {
+        stalled.push(stalls(&server, "PUT", &format!("/v1/filesystem-snapshots/n{number}/layer")).await);
+    }
+    // Longer than a lease lasts that is not renewed.
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(8) {
+        let asked = Instant::now();
+        assert_eq!(bob.bash("echo bob").await.ok(), "bob\n");
+        let listed = server.found(Some(BOB), "/v1/filesystem-snapshots");
+        assert_eq!(listed["items"], json!([]));
+        assert!(asked.elapsed() < Duration::from_secs(3), "it took {:?}", asked.elapsed());
+        assert_eq!(server.get("/readyz").status, 200);
+    }
+    // Those beyond the key's share were refused; none was dropped by this side.
+    let busy = server.refuses(Some(ALICE), "PUT", "/v1/filesystem-snapshots/one-more/layer", &Value::Null, 429, "rate_limited");
+    assert!(busy.contains("archives"), "{busy}");
+    drop(stalled);
+}
+
+#[tokio::test]
+async fn readyz_fails_while_the_volume_is_gone_and_livez_does_not() {
+    let volume = Volume::default();
+    let server = volume.serve();
+    assert_eq!(server.get("/readyz").status, 200);
+    volume.hide();
+    sandboxer_e2e::eventually("it is not ready", sandboxer_e2e::DEADLINE, || server.get("/readyz").status == 503).await;
+    assert!(server.get("/readyz").body.contains("volume"));
+    assert_eq!(server.get("/livez").status, 200);
+    volume.show();
+    sandboxer_e2e::eventually("it is ready again", sandboxer_e2e::DEADLINE, || server.get("/readyz").status == 200).await;
+}

@@ -155,7 +155,13 @@ pub(crate) struct Found {
 }
 
 impl Checkpoints {
-    pub(crate) fn open(settings: CheckpointSettings, data_dir: &Path, largest_bytes: u64, tasks: TaskTracker) -> io::Result<Self> {
+    pub(crate) fn open(
+        settings: CheckpointSettings,
+        data_dir: &Path,
+        largest_bytes: u64,
+        quota: Option<u64>,
+        tasks: TaskTracker,
+    ) -> io::Result<Self> {
         let CheckpointSettings { place, key_file, cache_bytes, terms, facts, collection } = settings;
         let key = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)?;
         let points = FailPoints::from_env()?;
@@ -168,7 +174,12 @@ impl Checkpoints {
             volume = volume.with_key(key);
         }
         let instance = instance(data_dir)?;
-        let records = place.records(codec, points, Some(instance.clone()))?;
+        let records = place.records(codec.clone(), points.clone(), Some(instance.clone()))?;
+        // Lists and attaches read by other threads than those that renew leases. A bucket needs none.
+        let looks = match place.directory() {
+            Some(_) => place.records(codec, points, Some(instance.clone()))?,
+            None => Arc::clone(&records),
+        };
         let index = ChunkIndex::default();
         let loader = Loader::new(volume.clone(), index.clone());
         let work = data_dir.join("saving");
@@ -177,7 +188,7 @@ impl Checkpoints {
         private_dir(&work)?;
         let cache = Cache::open(&data_dir.join("cache"), cache_bytes, loader.clone()).map_err(other)?;
         let writer = Writer::new(instance.clone(), Arc::new(BootClock), collection.longest_save);
-        let saver = Saver::new(volume.clone(), index).with_writer(writer);
+        let saver = Saver::new(volume.clone(), index).with_writer(writer).with_quota(quota);
         let spawn: Spawn = {
             let tasks = tasks.clone();
             Arc::new(move |task| drop(tasks.spawn(task)))
@@ -187,7 +198,7 @@ impl Checkpoints {
             saver,
             volume,
             cache,
-            leases: Leases::new(records, Arc::new(BootClock), instance, terms, spawn),
+            leases: Leases::new(records, Arc::new(BootClock), instance, terms, spawn).with_looks(looks),
             facts,
             work,
             largest_bytes: largest_bytes.saturating_add(ROOM_BYTES),
@@ -198,6 +209,13 @@ impl Checkpoints {
             burials: Burials::open(data_dir.join("burials"))?,
             autosaves: Arc::new(Semaphore::new(1)),
         })
+    }
+
+    /// Checks that the volume answers, also by the means that leases depend on.
+    pub(crate) async fn answers(&self) -> Result<(), String> {
+        let (records, data) = tokio::join!(self.leases.answers(), self.volume.answers());
+        records.map_err(|error| error.to_string())?;
+        data.map_err(|error| error.whole())
     }
 
     /// What the record of a sandbox tells before it is locked.
@@ -229,16 +247,24 @@ impl Checkpoints {
         tempfile::Builder::new().prefix("save-").tempdir_in(&self.work)
     }
 
+    /// A sandbox that stops by itself, with its server or for another, would be lost without its save: that
+    /// is not refused for want of a quota.
+    fn saver_for(&self, bounded: bool) -> Saver {
+        if bounded { self.saver.clone() } else { self.saver.without_quota() }
+    }
+
     /// Begins to store a capture of which nothing is there yet.
     pub(crate) fn begin(
         self: &Arc<Self>,
         dir: tempfile::TempDir,
         record: &Record,
+        automatic: bool,
         parent: Option<CheckpointName>,
     ) -> Result<Capturing, Error> {
         let (growth, grows) = watch::channel(Growth::default());
         let (checkpoints, id, tenant, image) = (Arc::clone(self), record.id, tenant(record.owner.as_deref()), record.image.clone());
         let first = source(dir.path(), PAGES)?;
+        let saver = self.saver_for(!automatic);
         let stored = self.tasks.spawn(async move {
             let mut told = grows.clone();
             let given_up = async {
@@ -251,7 +277,7 @@ impl Checkpoints {
                 () = given_up => return Err(Error::Interrupted),
             };
             let parents: Vec<&Manifest> = parent.iter().collect();
-            Ok((checkpoints.saver.save_growing(tenant, &first, grows, &parents).await?, digest))
+            Ok((saver.save_growing(tenant, &first, grows, &parents).await?, digest))
         });
         Ok(Capturing { dir, growth, stored })
     }
@@ -352,7 +378,8 @@ impl Checkpoints {
         let sources = sources(capture.dir.path())?;
         let (digest, parent) = self.before(id, &capture.image, capture.parent).await?;
         let parents: Vec<&Manifest> = parent.iter().collect();
-        Ok((self.saver.save(tenant(capture.state.owner.as_deref()), &sources, &parents).await?, digest))
+        let saver = self.saver_for(capture.goes_on || !capture.automatic);
+        Ok((saver.save(tenant(capture.state.owner.as_deref()), &sources, &parents).await?, digest))
     }
 
     /// Writes the data of a capture, to which nothing refers yet.
@@ -394,7 +421,7 @@ impl Checkpoints {
             ManifestAt::Checkpoint { sandbox_id, name } if sandbox_id == record.id => Some(name),
             _ => None,
         };
-        let saved = self.saver.save_again(of, &sources(files.dir())?).await?;
+        let saved = self.saver.without_quota().save_again(of, &sources(files.dir())?).await?;
         let saving = Saving { written_bytes: saved.stats.written_bytes, reused_bytes: saved.stats.reused_bytes };
         let mut other = saving.noted();
         if parent.is_none() {

@@ -20,10 +20,9 @@ use sandboxer_layer::{Limits as ArchiveLimits, Summary};
 use sandboxer_protocol::{SandboxId, client::ErrorCode};
 use sandboxer_store::{
     Action, Cache, ChunkIndex, Error, FileSet, Filesystem, FilesystemName, ImageDigest, LAYER_FILE, Loader, Manifest, ManifestAt, Place,
-    Saver, Source, Volume, VolumeKey, failpoint::FailPoints, layer_file,
+    Saver, Source, Threads, Volume, VolumeKey, failpoint::FailPoints, layer_file,
 };
 use serde_json::Map;
-use tokio::task::spawn_blocking;
 use tracing::warn;
 
 pub(crate) use self::{
@@ -36,6 +35,7 @@ use crate::{
     images::Images,
     limits::Limits,
     manager::CreateError,
+    shares::Shares,
     templates::{TemplateSettings, Templates},
 };
 
@@ -44,8 +44,16 @@ const HEADERS_FACTOR: u64 = 2;
 const ROOM_BYTES: u64 = 1 << 30;
 /// All files of an archive, holes included.
 const MAX_CONTENT_BYTES: u64 = 64 << 30;
+/// Archives of one API key that are taken in from outside at once, and twice as many in all.
+const MAX_IMPORTS: u64 = 8;
 /// Smaller packs than those of checkpoints: two are in memory while one is saved.
 const PACK_BYTES: usize = 6 << 20;
+
+/// Threads that unpack, check and write archives, a bounded step at a time: half of the processors, so
+/// that compressed archives leave some to sandboxes.
+fn archive_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |processors| (processors.get() / 2).clamp(1, 4))
+}
 
 /// How filesystem snapshots are kept.
 #[derive(Debug, Clone)]
@@ -78,6 +86,10 @@ pub(crate) struct Filesystems {
     /// Archives on their way to the volume.
     work: PathBuf,
     limits: ArchiveLimits,
+    threads: Threads,
+    /// Bytes of archives on this machine's disk that are not snapshots yet.
+    disk: Shares,
+    imports: Shares,
     pub(crate) templates: Option<Templates>,
 }
 
@@ -114,7 +126,7 @@ impl Template {
 }
 
 impl Filesystems {
-    pub(crate) fn open(settings: FilesystemSettings, data_dir: &Path, largest: &Limits) -> io::Result<Self> {
+    pub(crate) fn open(settings: FilesystemSettings, data_dir: &Path, largest: &Limits, quota: Option<u64>) -> io::Result<Self> {
         let FilesystemSettings { place, key_file, cache_bytes, templates, collect_every } = settings;
         let mut volume = place.volume(FailPoints::from_env()?)?;
         let key = key_file.as_deref().map(VolumeKey::read).transpose().map_err(other)?;
@@ -127,7 +139,12 @@ impl Filesystems {
         private_dir(&work)?;
         let index = ChunkIndex::default();
         let loader = Loader::new(volume.clone(), index.clone());
-        let saver = Saver::new(volume.clone(), index).with_pack_bytes(PACK_BYTES);
+        let limits = ArchiveLimits {
+            bytes: largest.disk_bytes().saturating_mul(HEADERS_FACTOR).saturating_add(ROOM_BYTES),
+            content: MAX_CONTENT_BYTES,
+            entries: largest.disk_inodes().saturating_mul(2),
+        };
+        let saver = Saver::new(volume.clone(), index).with_pack_bytes(PACK_BYTES).with_quota(quota);
         Ok(Self {
             presence: place.directory().map(Presence::of).transpose()?,
             cache: Cache::open(&data_dir.join("filesystem-cache"), cache_bytes, loader.clone()).map_err(other)?,
@@ -138,13 +155,18 @@ impl Filesystems {
             key,
             collect_every,
             work,
-            limits: ArchiveLimits {
-                bytes: largest.disk_bytes().saturating_mul(HEADERS_FACTOR).saturating_add(ROOM_BYTES),
-                content: MAX_CONTENT_BYTES,
-                entries: largest.disk_inodes().saturating_mul(2),
-            },
+            // One key may have the largest archive under way, or several smaller ones.
+            disk: Shares::new(limits.bytes),
+            limits,
+            threads: Threads::in_background("archives", archive_threads()),
+            imports: Shares::new(MAX_IMPORTS),
             templates: templates.map(|settings| Templates::open(data_dir.join("templates"), settings)).transpose()?,
         })
+    }
+
+    /// Checks that the volume answers.
+    pub(crate) async fn answers(&self) -> Result<(), String> {
+        self.volume.answers().await.map_err(|error| error.whole())
     }
 
     /// That the name may be taken. Whether it is taken is decided when it is.
@@ -163,16 +185,23 @@ impl Filesystems {
     pub(crate) async fn keep(&self, order: Order, spool: Spool, form: Form, may_act: impl Fn() -> bool) -> Result<Manifest, Refusal> {
         let room = |error: io::Error| failed(&format!("no room for the archive: {error}"));
         let dir = tempfile::Builder::new().prefix("layer-").tempdir_in(&self.work).map_err(room)?;
-        let (path, limits) = (dir.path().join(LAYER_FILE), self.limits);
-        let into = path.clone();
-        let summary =
-            spawn_blocking(move || spool.write(&into, form, limits)).await.map_err(|_| failed("the archive could not be taken in"))?;
-        let summary = summary.map_err(|why| match why {
-            // What a sandbox sends is our own agent's, unless that was taken over.
-            NotTaken::Refused(why) if form == Form::Any => (ErrorCode::InvalidField, format!("The archive is refused: {why}.")),
-            NotTaken::Refused(why) | NotTaken::Failed(why) => failed(&why),
-        })?;
-        let manifest = self.save(&order, path, summary, may_act).await?;
+        let path = dir.path().join(LAYER_FILE);
+        let disk = self.disk.take(order.owner.as_deref(), 0).ok_or_else(busy)?;
+        let spooled = spool.write(path.clone(), form, self.limits, &self.threads, disk).await;
+        let spooled = match spooled {
+            Ok(spooled) => spooled,
+            Err(why) => {
+                // Removing what is large takes a while.
+                let _ = self.threads.run(move || drop(dir)).await;
+                return Err(match why {
+                    NotTaken::Busy => busy(),
+                    // What a sandbox sends is our own agent's, unless that was taken over.
+                    NotTaken::Refused(why) if form == Form::Any => (ErrorCode::InvalidField, format!("The archive is refused: {why}.")),
+                    NotTaken::Refused(why) | NotTaken::Failed(why) => failed(&why),
+                });
+            }
+        };
+        let manifest = self.save(&order, path, spooled.summary, may_act).await?;
         if let Err(error) = self.cache.adopt(&Arc::new(manifest.clone()), dir.path()).await {
             warn!(error = error.whole(), "the filesystem snapshot could not be kept in the cache");
         }
@@ -296,6 +325,11 @@ pub(crate) fn parse(name: &str) -> Result<FilesystemName, Refusal> {
 pub(crate) fn not_configured() -> Refusal {
     let message = "This server keeps no filesystem snapshots: it was started without FILESYSTEM_SNAPSHOT_MOUNT_PATH.";
     (ErrorCode::FilesystemSnapshotsNotConfigured, message.to_owned())
+}
+
+fn busy() -> Refusal {
+    let message = "Too many archives are being taken in, or too large ones. Try again when some of them are done.";
+    (ErrorCode::RateLimited, message.to_owned())
 }
 
 fn taken(name: FilesystemName) -> Refusal {

@@ -11,6 +11,7 @@ mod file_turns;
 mod filesystems;
 #[doc(hidden)]
 pub mod fuzzing;
+mod health;
 mod http;
 mod images;
 mod leaving;
@@ -23,6 +24,7 @@ mod obituaries;
 mod sandbox;
 mod server;
 mod settings;
+mod shares;
 mod spares;
 mod templates;
 mod tenants;

@@ -46,6 +46,7 @@ use crate::{
     checkpoints::Checkpoints,
     file_turns::FileTurns,
     filesystems::Filesystems,
+    health::Health,
     images::Images,
     leaving::Leaving,
     metrics::Metrics,
@@ -53,11 +54,19 @@ use crate::{
     obituaries::{Obituaries, Obituary},
     sandbox::driver::Stop,
     settings::Settings,
+    shares::{Budget, Shares},
     tenants::Tenants,
 };
 
 /// Connections to ports of sandboxes that are carried as they are, at once.
 const MAX_PORT_SOCKETS: usize = 2000;
+/// WebSockets of clients at once, of one API key and of a server without keys.
+const MAX_SOCKETS_OF_A_KEY: u64 = 2500;
+const MAX_SOCKETS: u64 = 5000;
+/// Requests of one API key that read much of a volume at once, and twice as many in all.
+const VOLUME_TURNS: u32 = 4;
+/// Requests larger than a few KiB that are under way, in KiB of one API key; twice as much in all.
+const MESSAGES_KIB: u32 = 32 * 1024;
 /// How long a sandbox that is taken up waits to hear that it is still this instance's, and others for what the volume is told in passing.
 const CERTAIN_WITHIN: Duration = Duration::from_secs(5);
 
@@ -69,6 +78,7 @@ pub(crate) struct Manager {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) checkpoints: Option<Arc<Checkpoints>>,
     pub(crate) filesystems: Option<Arc<Filesystems>>,
+    pub(crate) health: Health,
     /// For what is done with files, over HTTP and on sockets.
     pub(crate) file_turns: FileTurns,
     /// Sandboxes that are being brought here from the volume: one attach at a time does it, the others then find it.
@@ -85,6 +95,12 @@ pub(crate) struct Manager {
     /// Connections of all sandboxes together.
     connections: AllPlaces,
     drivers: TaskTracker,
+    /// How many WebSockets each key may have.
+    pub(crate) socket_turns: Shares,
+    /// For requests that read much of a volume.
+    pub(crate) volume_turns: Budget,
+    /// For what clients send that is held in memory.
+    pub(crate) message_budget: Budget,
     /// Every WebSocket holds a token of it for as long as it is open.
     pub(crate) sockets: TaskTracker,
     /// Connections to ports that were upgraded, and their places: not among those, so that they keep no client of a sandbox out. They end with the process.
@@ -105,16 +121,22 @@ impl Manager {
         let checkpoints = settings
             .checkpoints
             .clone()
-            .map(|checkpoints| Checkpoints::open(checkpoints, &settings.data_dir, largest, TaskTracker::new()).map(Arc::new))
+            .map(|checkpoints| {
+                Checkpoints::open(checkpoints, &settings.data_dir, largest, settings.key_limits.volume_bytes, TaskTracker::new())
+                    .map(Arc::new)
+            })
             .transpose()?;
         let filesystems = settings
             .filesystems
             .clone()
-            .map(|filesystems| Filesystems::open(filesystems, &settings.data_dir, &settings.max_limits).map(Arc::new))
+            .map(|filesystems| {
+                Filesystems::open(filesystems, &settings.data_dir, &settings.max_limits, settings.key_limits.volume_bytes).map(Arc::new)
+            })
             .transpose()?;
         Ok(Arc::new(Self {
             checkpoints,
             filesystems,
+            health: Health::default(),
             file_turns: FileTurns::new(),
             arriving: Mutex::default(),
             slots: Arc::new(Semaphore::new(settings.max_sandboxes)),
@@ -124,6 +146,7 @@ impl Manager {
             tenants: Arc::new(Tenants::new(settings.key_limits)),
             network: Arc::new(settings.network.clone()),
             connections: AllPlaces::of_this_process(),
+            socket_turns: Shares::new(if settings.access.keys.is_empty() { MAX_SOCKETS } else { MAX_SOCKETS_OF_A_KEY }),
             settings,
             runtime,
             images,
@@ -132,6 +155,8 @@ impl Manager {
             obituaries,
             sandboxes: Mutex::default(),
             drivers,
+            volume_turns: Budget::new(VOLUME_TURNS),
+            message_budget: Budget::new(MESSAGES_KIB),
             sockets: TaskTracker::new(),
             port_sockets: (TaskTracker::new(), Arc::new(Semaphore::new(MAX_PORT_SOCKETS))),
             stop: watch::Sender::new(None),

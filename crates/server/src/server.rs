@@ -2,7 +2,8 @@
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
-use hyper::server::conn::http1;
+use axum::http::Request;
+use hyper::{body::Incoming, server::conn::http1};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -17,10 +18,14 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tower::ServiceExt as _;
 use tracing::{debug, warn};
 
 use crate::{
-    http,
+    http::{
+        self,
+        connections::{Connection, Connections},
+    },
     images::Images,
     manager::Manager,
     sandbox::driver::Stop,
@@ -38,9 +43,7 @@ const KEEPALIVE_TRIES: u32 = 3;
 const HEADERS_WITHIN: Duration = Duration::from_secs(10);
 /// How long connections may take to close once the sandboxes have ended.
 const CONNECTIONS_GRACE: Duration = Duration::from_secs(3);
-/// Connections at once. Beyond this new ones wait in the kernel.
-const MAX_CONNECTIONS: usize = 10_000;
-/// The same for those who only measure.
+/// Connections at once to where only metrics are served. Beyond this new ones wait in the kernel.
 const MAX_METRICS_CONNECTIONS: usize = 64;
 /// How long to wait when the process has no descriptor left for another connection.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
@@ -107,13 +110,12 @@ impl Server {
     /// Serves until `stop` says how to end, then ends. Whoever comes meanwhile is told so.
     pub async fn serve(self, stop: impl Future<Output = StopHow>) {
         let tls = self.manager.settings().tls.clone().map(|tls| TlsAcceptor::from(tls.0));
-        let serving =
-            self.accept(&self.listener, http::router(Arc::clone(&self.manager), Arc::clone(&self.workspaces)), tls, MAX_CONNECTIONS);
+        let serving = self.serve_clients(http::router(Arc::clone(&self.manager), Arc::clone(&self.workspaces)), tls);
         let measured = async {
             match &self.metrics {
                 Some(listener) => {
                     let router = http::metrics_router(Arc::clone(&self.manager));
-                    self.accept(listener, router, None, MAX_METRICS_CONNECTIONS).await;
+                    self.serve_metrics(listener, router).await;
                 }
                 None => std::future::pending().await,
             }
@@ -148,25 +150,46 @@ impl Server {
         }
     }
 
-    /// Serves one listener, for ever.
-    async fn accept(&self, listener: &TcpListener, router: axum::Router, tls: Option<TlsAcceptor>, most: usize) {
-        let places = Arc::new(Semaphore::new(most));
+    /// Serves clients, for ever.
+    async fn serve_clients(&self, router: axum::Router, tls: Option<TlsAcceptor>) {
+        let open = Connections::new(!self.manager.settings().access.keys.is_empty());
+        loop {
+            let Some((stream, peer)) = next_of(&self.listener).await else { continue };
+            let (router, tls, closing, connection) = (router.clone(), tls.clone(), self.closing.clone(), open.open());
+            self.connections.spawn(async move {
+                let serving = accepted(stream, peer, tls, router, closing, Some(Arc::clone(&connection)));
+                tokio::select! {
+                    () = serving => {}
+                    () = connection.ended() => debug!(%peer, "a connection without a key made room for another"),
+                }
+            });
+        }
+    }
+
+    /// Serves metrics, for ever.
+    async fn serve_metrics(&self, listener: &TcpListener, router: axum::Router) {
+        let places = Arc::new(Semaphore::new(MAX_METRICS_CONNECTIONS));
         loop {
             // The semaphore is never closed.
             let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
-            match listener.accept().await {
-                Ok((stream, peer)) => {
-                    let (router, tls, closing) = (router.clone(), tls.clone(), self.closing.clone());
-                    self.connections.spawn(async move {
-                        accepted(stream, peer, tls, router, closing).await;
-                        drop(place);
-                    });
-                }
-                Err(error) => {
-                    warn!(%error, "a connection could not be accepted");
-                    tokio::time::sleep(ACCEPT_AGAIN).await;
-                }
-            }
+            let Some((stream, peer)) = next_of(listener).await else { continue };
+            let (router, closing) = (router.clone(), self.closing.clone());
+            self.connections.spawn(async move {
+                accepted(stream, peer, None, router, closing, None).await;
+                drop(place);
+            });
+        }
+    }
+}
+
+/// The next connection. None: it could not be accepted, and there was a pause.
+async fn next_of(listener: &TcpListener) -> Option<(TcpStream, SocketAddr)> {
+    match listener.accept().await {
+        Ok(accepted) => Some(accepted),
+        Err(error) => {
+            warn!(%error, "a connection could not be accepted");
+            tokio::time::sleep(ACCEPT_AGAIN).await;
+            None
         }
     }
 }
@@ -175,7 +198,14 @@ async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     TcpListener::bind(address).await.map_err(|error| io::Error::new(error.kind(), format!("listen on {address}: {error}")))
 }
 
-async fn accepted(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor>, router: axum::Router, closing: CancellationToken) {
+async fn accepted(
+    stream: TcpStream,
+    peer: SocketAddr,
+    tls: Option<TlsAcceptor>,
+    router: axum::Router,
+    closing: CancellationToken,
+    counted: Option<Arc<Connection>>,
+) {
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE_AFTER).with_interval(KEEPALIVE_EVERY).with_retries(KEEPALIVE_TRIES);
     let socket = SockRef::from(&stream);
     // Small messages must not wait for large ones, and a peer that vanished must not hold its sandbox for ever.
@@ -184,20 +214,26 @@ async fn accepted(stream: TcpStream, peer: SocketAddr, tls: Option<TlsAcceptor>,
         return;
     }
     match tls {
-        None => connection(stream, peer, router, closing).await,
+        None => connection(stream, peer, router, closing, counted).await,
         Some(tls) => match timeout(HANDSHAKE_WITHIN, tls.accept(stream)).await {
-            Ok(Ok(stream)) => connection(stream, peer, router, closing).await,
+            Ok(Ok(stream)) => connection(stream, peer, router, closing, counted).await,
             Ok(Err(error)) => debug!(%peer, %error, "a TLS handshake failed"),
             Err(_) => debug!(%peer, "a TLS handshake took too long"),
         },
     }
 }
 
-async fn connection<S>(stream: S, peer: SocketAddr, router: axum::Router, closing: CancellationToken)
+async fn connection<S>(stream: S, peer: SocketAddr, router: axum::Router, closing: CancellationToken, counted: Option<Arc<Connection>>)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let service = TowerToHyperService::new(router);
+    let service = TowerToHyperService::new(router.map_request(move |mut request: Request<Incoming>| {
+        // Those who answer a request tell whom its connection is for.
+        if let Some(counted) = &counted {
+            request.extensions_mut().insert(Arc::clone(counted));
+        }
+        request
+    }));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADERS_WITHIN)

@@ -51,6 +51,8 @@ pub struct KeyLimits {
     pub sandboxes: Option<usize>,
     /// Sandboxes made in any minute; none: no bound.
     pub creates_per_minute: Option<usize>,
+    /// Bytes on each volume; none: no bound.
+    pub volume_bytes: Option<u64>,
 }
 
 /// What is kept ready before anybody asks.

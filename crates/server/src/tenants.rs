@@ -146,7 +146,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_key_has_its_own_sandboxes_and_its_own_rate() {
-        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(2), creates_per_minute: Some(3) }));
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(2), creates_per_minute: Some(3), ..KeyLimits::default() }));
         let first = tenants.admit(Some("a")).unwrap();
         let _second = tenants.admit(Some("a")).unwrap();
         assert_eq!(tenants.admit(Some("a")).unwrap_err().code, ErrorCode::RateLimited);
@@ -161,7 +161,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn many_are_admitted_together_or_not_at_all() {
-        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(4), creates_per_minute: Some(5) }));
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(4), creates_per_minute: Some(5), ..KeyLimits::default() }));
         let three = tenants.admit_many(Some("a"), 3).unwrap();
         assert!(tenants.admit_many(Some("a"), 2).is_err(), "four at once");
         let _one = tenants.admit(Some("a")).unwrap();
@@ -173,7 +173,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn one_that_comes_back_is_one_more_at_once_and_none_that_was_made() {
-        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(2), creates_per_minute: Some(1) }));
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(2), creates_per_minute: Some(1), ..KeyLimits::default() }));
         let made = tenants.admit(Some("a")).unwrap();
         let _back = tenants.admit_again(Some("a")).unwrap();
         assert_eq!(tenants.admit_again(Some("a")).unwrap_err().code, ErrorCode::RateLimited);
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn without_keys_nothing_is_counted() {
-        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(1), creates_per_minute: Some(1) }));
+        let tenants = Arc::new(Tenants::new(KeyLimits { sandboxes: Some(1), creates_per_minute: Some(1), ..KeyLimits::default() }));
         let _places: Vec<_> = (0..5).map(|_| tenants.admit(None).unwrap()).collect();
     }
 }

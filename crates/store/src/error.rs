@@ -50,6 +50,11 @@ pub enum Error {
     TooLarge { what: String, limit: u64 },
     #[error("it took longer than the {} s that a save may take (--longest-save)", longest.as_secs_f64())]
     TookTooLong { longest: Duration },
+    #[error(
+        "the data of this API key on the volume takes all of the {} MiB that it may take (--key-volume-mb); delete snapshots or sandboxes, whose room is free after \
+         the next collection", limit >> 20
+    )]
+    Quota { limit: u64 },
     #[error("{0}")]
     Invalid(String),
     #[error("a worker ended before its work")]
@@ -120,7 +125,9 @@ impl Error {
             Self::NotFound { .. } => Action::NotFound,
             Self::Exists { .. } => Action::Conflict,
             Self::Damaged { .. } => Action::Damaged,
-            Self::Volume { .. } | Self::Local { .. } | Self::TookTooLong { .. } | Self::Interrupted => Action::Unavailable,
+            Self::Volume { .. } | Self::Local { .. } | Self::TookTooLong { .. } | Self::Quota { .. } | Self::Interrupted => {
+                Action::Unavailable
+            }
             Self::TooLarge { .. } | Self::Invalid(_) => Action::Invalid,
         }
     }

@@ -16,6 +16,7 @@
 //! [`tenure`] and [`watch`] are the pure parts; [`driver`] and [`seek`] carry them out, over a [`RecordStore`] and a [`Clock`], on any
 //! executor; [`handoff`] is what an owner does about a waiter. The simulator runs all of it as it is.
 
+mod census;
 mod clock;
 mod driver;
 mod faults;
@@ -29,6 +30,7 @@ use std::{collections::BTreeMap, future::Future, pin::Pin, sync::Arc, time::Dura
 use sandboxer_protocol::SandboxId;
 use serde_json::Value;
 
+pub(crate) use self::census::Census;
 #[cfg(feature = "planted-faults")]
 pub use self::faults::Fault;
 pub use self::{
@@ -113,6 +115,9 @@ pub type Spawn = Arc<dyn Fn(Task) + Send + Sync>;
 #[derive(Clone)]
 pub struct Leases {
     pub(crate) records: Arc<dyn RecordStore>,
+    /// The same records for reads that no lease depends on.
+    looks: Arc<dyn RecordStore>,
+    pub(crate) census: Census,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) me: InstanceId,
     pub(crate) terms: Terms,
@@ -124,7 +129,32 @@ impl Leases {
     /// `spawn` runs the task of each lease that is held; the tasks end when the lease is released, lost, or let go.
     #[must_use]
     pub fn new(records: Arc<dyn RecordStore>, clock: Arc<dyn Clock>, me: InstanceId, terms: Terms, spawn: Spawn) -> Self {
-        Self { records, clock, me, terms, spawn, faults: Faults::default() }
+        let looks = Arc::clone(&records);
+        Self { records, looks, census: Census::default(), clock, me, terms, spawn, faults: Faults::default() }
+    }
+
+    /// Reads that no lease depends on go to `looks`, which are the same records by other means: their
+    /// number does not delay a renewal.
+    #[must_use]
+    pub fn with_looks(mut self, looks: Arc<dyn RecordStore>) -> Self {
+        self.looks = looks;
+        self
+    }
+
+    /// Checks that records can be read by the means that leases depend on.
+    ///
+    /// # Errors
+    /// The records can't be read.
+    pub async fn answers(&self) -> Result<(), ReadError> {
+        // No sandbox has this id, which is all that is needed.
+        self.records.read(SandboxId::random()).await.map(drop)
+    }
+
+    /// How many leases this instance has, and how many of them are frozen: those could not be renewed
+    /// in time.
+    #[must_use]
+    pub fn census(&self) -> (usize, usize) {
+        self.census.count()
     }
 
     /// With faults that a test has planted; none without the feature `planted-faults`.
@@ -139,9 +169,11 @@ impl Leases {
         &self.me
     }
 
+    /// The records, for reads and for collection.
     #[must_use]
+    #[expect(clippy::misnamed_getters, reason = "both are the records; these are those that no lease depends on")]
     pub fn records(&self) -> &Arc<dyn RecordStore> {
-        &self.records
+        &self.looks
     }
 
     /// Holds a sandbox that is being created. What gets no answer is asked again as it is, within [`Terms::patience`]: it can take effect only once.
@@ -178,7 +210,7 @@ impl Leases {
     pub async fn look(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
         let mut waiting = self.waiting();
         loop {
-            let why = match self.within(self.records.read(id)).await {
+            let why = match self.within(self.looks.read(id)).await {
                 Some(Err(ReadError::Unavailable(why))) => why,
                 Some(read) => return read,
                 None => NO_REPLY.to_owned(),

@@ -8,6 +8,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 // The data: chunks, packs, manifests, images.
+mod beneath;
 mod bucket;
 mod cache;
 pub mod chunker;
@@ -35,6 +36,7 @@ mod publish;
 mod save;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod threads;
 mod verify;
 mod volume;
 
@@ -58,6 +60,7 @@ pub use pace::Pace;
 pub use place::Place;
 pub use publish::Prepared;
 pub use save::{Growth, SaveStats, Saved, Saver, Source};
+pub use threads::{Interrupted, Threads};
 pub use verify::{Depth, Report, verify};
 pub use volume::Volume;
 

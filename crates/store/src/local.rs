@@ -1,10 +1,14 @@
 //! A directory as the volume's store: private files, every write durable when it returns.
 //!
-//! Reading and listing are `object_store`'s own. Writing is not, because its files take the process's umask: here each file is written under another name, given
-//! its mode and owner, synced, named (by link where it must not exist yet, else by rename), and the directory synced. A reader never sees half a file.
+//! Each file is written under another name, given its mode and owner, synced, named (by link where it must
+//! not exist yet, else by rename), and the directory synced. A reader never sees half a file. Every
+//! operation descends from the root without following a link ([`crate::beneath`]), which the
+//! implementation of `object_store` does not.
+
+mod list;
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path as OsPath, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,15 +17,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use futures_util::stream::BoxStream;
-use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error as StoreError, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta, ObjectStore, PutMode,
-    PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as StoreResult,
+    Attributes, CopyOptions, Error as StoreError, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
+    ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result as StoreResult,
 };
 
 use sandboxer_protocol::SandboxId;
 
+use crate::beneath::{self, Dir};
 use crate::failpoint::{FailPoints, Kind, Stage};
 use crate::layout::{is_fleeting, kind_of, locks};
 use crate::owner::Owner;
@@ -49,7 +53,6 @@ pub enum Step {
 #[derive(Debug, Clone)]
 pub struct LocalStore {
     root: Arc<PathBuf>,
-    read: LocalFileSystem,
     owner: Owner,
     points: FailPoints,
     /// Directories whose own names this process has seen made durable.
@@ -68,7 +71,6 @@ impl LocalStore {
             return Err(io::ErrorKind::NotADirectory.into());
         }
         Ok(Self {
-            read: LocalFileSystem::new_with_prefix(&root).map_err(io::Error::other)?,
             owner: Owner::of(&about),
             root: Arc::new(root),
             points,
@@ -96,18 +98,21 @@ impl LocalStore {
     fn put(&self, location: &Path, payload: &PutPayload, mode: &PutMode) -> io::Result<PutResult> {
         let reach = |stage| kind_of(location).map_or(Ok(()), |kind| self.points.hit(kind, stage));
         reach(Stage::Before)?;
-        let target = self.read.path_to_filesystem(location).map_err(io::Error::other)?;
-        let parent = target.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::InvalidInput)?;
-        self.make_dir(parent)?;
+        let below = OsPath::new(location.as_ref());
+        let (Some(parent), Some(name)) = (below.parent(), below.file_name().and_then(|name| name.to_str())) else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        self.make_dir(&self.root.join(parent))?;
+        let dir = beneath::open_below(&self.root, parent)?;
         if is_fleeting(location) {
-            self.put_fleeting(&target, payload)?;
+            self.put_fleeting(&dir.at(name), payload)?;
             return Ok(PutResult { e_tag: None, version: None, extensions: object_store::Extensions::default() });
         }
-        let staged = staged(&target);
-        let result = self.write(&staged, payload, &reach).and_then(|()| self.name(&staged, &target, parent, mode, &reach));
+        let writing = Writing { shown: self.root.join(parent), staged: staged(name), name: name.to_owned(), dir };
+        let result = self.write(&writing, payload, &reach).and_then(|()| self.name(&writing, mode, &reach));
         if result.is_err() {
             // The write's own error is the one to tell.
-            let _ = fs::remove_file(&staged);
+            let _ = fs::remove_file(writing.dir.at(&writing.staged));
         }
         result?;
         reach(Stage::After)?;
@@ -125,48 +130,66 @@ impl LocalStore {
 
     /// Removes a file. That a manifest is gone is durable when this returns: what it names goes next. A sandbox's directories go with the last file in them.
     fn remove(&self, location: &Path) -> io::Result<()> {
-        let target = self.read.path_to_filesystem(location).map_err(io::Error::other)?;
-        let removed = fs::remove_file(&target);
+        let below = OsPath::new(location.as_ref());
+        let (Some(parent), Some(name)) = (below.parent(), below.file_name()) else { return Err(io::ErrorKind::InvalidInput.into()) };
+        let dir = beneath::open_below(&self.root, parent)?;
+        let removed = fs::remove_file(dir.at(name));
         #[cfg(feature = "testing")]
         if removed.is_ok() {
-            self.note(|| Step::Unlink(target.clone()));
+            self.note(|| Step::Unlink(self.root.join(below)));
         }
-        let parent = target.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::InvalidInput)?;
         if removed.is_ok() && kind_of(location) == Some(Kind::Manifest) {
-            self.sync_dir(parent)?;
+            self.sync_dir(&dir, &self.root.join(parent))?;
         }
         if location.parts().next().is_some_and(|first| first.as_ref().parse::<SandboxId>().is_ok()) {
-            let emptied = parent.ancestors().take_while(|dir| *dir != *self.root);
+            let emptied = parent.ancestors().take_while(|dir| !dir.as_os_str().is_empty());
             // The first that is not empty ends it.
-            let _ = emptied.map(fs::remove_dir).find(Result::is_err);
+            let _ = emptied.map(|dir| self.remove_dir(dir)).find(Result::is_err);
         }
         removed
+    }
+
+    fn remove_dir(&self, below: &OsPath) -> io::Result<()> {
+        let (Some(parent), Some(name)) = (below.parent(), below.file_name()) else { return Err(io::ErrorKind::InvalidInput.into()) };
+        fs::remove_dir(beneath::open_below(&self.root, parent)?.at(name))
+    }
+
+    /// Removes a file that never got its name.
+    pub(crate) fn remove_staged(&self, path: &OsPath) -> io::Result<()> {
+        let below = path.strip_prefix(&*self.root).map_err(io::Error::other)?;
+        let (Some(parent), Some(name)) = (below.parent(), below.file_name()) else { return Err(io::ErrorKind::InvalidInput.into()) };
+        fs::remove_file(beneath::open_below(&self.root, parent)?.at(name))
     }
 
     /// Files that have no name yet, or never got one, with their bytes.
     pub(crate) fn staged(&self) -> io::Result<BTreeMap<PathBuf, u64>> {
         let mut found = BTreeMap::new();
-        let mut dirs = vec![self.root.to_path_buf()];
-        while let Some(dir) = dirs.pop() {
-            let entries = match fs::read_dir(&dir) {
+        let mut dirs = vec![PathBuf::new()];
+        while let Some(below) = dirs.pop() {
+            let dir = match beneath::open_below(&self.root, &below) {
                 // It went since it was listed.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                entries => entries?,
+                dir => dir?,
             };
-            for entry in entries {
+            for entry in fs::read_dir(dir.path())? {
                 let entry = entry?;
-                let (kind, path) = (entry.file_type()?, entry.path());
-                if kind.is_dir() && path != self.root.join(locks().as_ref()) {
+                let (kind, path) = (entry.file_type()?, below.join(entry.file_name()));
+                if kind.is_dir() && path != OsPath::new(locks().as_ref()) {
                     dirs.push(path);
                 } else if kind.is_file()
                     && is_staged(&path)
                     && let Ok(about) = entry.metadata()
                 {
-                    found.insert(path, about.len());
+                    found.insert(self.root.join(path), about.len());
                 }
             }
         }
         Ok(found)
+    }
+
+    /// That the directory is where it was.
+    pub(crate) fn is_there(&self) -> io::Result<()> {
+        beneath::open_root(&self.root).map(drop)
     }
 
     /// How old a listing may be.
@@ -174,48 +197,47 @@ impl LocalStore {
         if is_network(&self.root) { SEEN_LATE } else { Duration::ZERO }
     }
 
-    fn write(&self, staged: &OsPath, payload: &PutPayload, reach: &impl Fn(Stage) -> io::Result<()>) -> io::Result<()> {
-        let mut file = self.owner.create(staged)?;
+    fn write(&self, writing: &Writing, payload: &PutPayload, reach: &impl Fn(Stage) -> io::Result<()>) -> io::Result<()> {
+        let mut file = self.owner.create(&writing.dir.at(&writing.staged))?;
         payload.iter().try_for_each(|piece| file.write_all(piece))?;
         #[cfg(feature = "testing")]
-        self.note(|| Step::Write { path: staged.to_owned(), payload: payload.clone() });
+        self.note(|| Step::Write { path: writing.shown.join(&writing.staged), payload: payload.clone() });
         reach(Stage::Written)?;
         file.sync_all()?;
         #[cfg(feature = "testing")]
-        self.note(|| Step::SyncFile(staged.to_owned()));
+        self.note(|| Step::SyncFile(writing.shown.join(&writing.staged)));
         reach(Stage::Synced)
     }
 
-    fn name(
-        &self,
-        staged: &OsPath,
-        target: &OsPath,
-        parent: &OsPath,
-        mode: &PutMode,
-        reach: &impl Fn(Stage) -> io::Result<()>,
-    ) -> io::Result<()> {
+    fn name(&self, writing: &Writing, mode: &PutMode, reach: &impl Fn(Stage) -> io::Result<()>) -> io::Result<()> {
+        let (staged, target) = (writing.dir.at(&writing.staged), writing.dir.at(&writing.name));
+        #[cfg(feature = "testing")]
+        let shown = |name: &str| writing.shown.join(name);
         let create = matches!(mode, PutMode::Create);
         if create {
-            fs::hard_link(staged, target)?;
+            fs::hard_link(&staged, &target)?;
             #[cfg(feature = "testing")]
-            self.note(|| Step::Link { from: staged.to_owned(), to: target.to_owned() });
+            self.note(|| Step::Link { from: shown(&writing.staged), to: shown(&writing.name) });
         } else {
-            fs::rename(staged, target)?;
+            fs::rename(&staged, &target)?;
             #[cfg(feature = "testing")]
-            self.note(|| Step::Rename { from: staged.to_owned(), to: target.to_owned() });
+            self.note(|| Step::Rename { from: shown(&writing.staged), to: shown(&writing.name) });
         }
         reach(Stage::Named)?;
-        if create && fs::remove_file(staged).is_ok() {
+        if create && fs::remove_file(&staged).is_ok() {
             #[cfg(feature = "testing")]
-            self.note(|| Step::Unlink(staged.to_owned()));
+            self.note(|| Step::Unlink(shown(&writing.staged)));
         }
-        self.sync_dir(parent)
+        self.sync_dir(&writing.dir, &writing.shown)
     }
 
-    fn sync_dir(&self, dir: &OsPath) -> io::Result<()> {
-        File::open(dir)?.sync_all()?;
+    /// `shown` is where the directory was found.
+    fn sync_dir(&self, dir: &Dir, shown: &OsPath) -> io::Result<()> {
+        dir.sync()?;
         #[cfg(feature = "testing")]
-        self.note(|| Step::SyncDir(dir.to_owned()));
+        self.note(|| Step::SyncDir(shown.to_owned()));
+        #[cfg(not(feature = "testing"))]
+        let _ = shown;
         Ok(())
     }
 
@@ -225,16 +247,23 @@ impl LocalStore {
             return Ok(());
         }
         let parent = dir.parent().filter(|parent| parent.starts_with(&*self.root)).ok_or(io::ErrorKind::NotFound)?;
+        let name = dir.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         self.make_dir(parent)?;
-        match self.owner.make_dir(dir) {
+        let open = beneath::open_below(&self.root, parent.strip_prefix(&*self.root).map_err(io::Error::other)?)?;
+        match self.owner.make_dir(&open.at(name)) {
             Ok(()) => {
                 #[cfg(feature = "testing")]
                 self.note(|| Step::MakeDir(dir.to_owned()));
             }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_plain_dir(dir) => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                // A write that finds a link here must not pass for one that finds its file there already.
+                if !is_plain_dir(&open.at(name)) {
+                    return Err(io::Error::other(format!("{} is no directory", dir.display())));
+                }
+            }
             Err(error) => return Err(error),
         }
-        self.sync_dir(parent)?;
+        self.sync_dir(&open, parent)?;
         let mut durable = self.durable.lock().unwrap_or_else(PoisonError::into_inner);
         if durable.len() >= MAX_DURABLE_DIRS {
             durable.clear();
@@ -244,32 +273,43 @@ impl LocalStore {
     }
 
     /// A symbolic link, a FIFO or a device on the volume is nobody's data.
-    fn check_plain(&self, location: &Path) -> StoreResult<()> {
-        let target = self.read.path_to_filesystem(location)?;
-        let inside = target.strip_prefix(&*self.root).map_err(|error| generic(io::Error::other(error)))?;
-        let mut path = self.root.to_path_buf();
-        for part in inside.components() {
-            path.push(part);
-            let about = match fs::symlink_metadata(&path) {
-                Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                    return Err(StoreError::NotFound { path: location.to_string(), source: error.into() });
-                }
-                other => other.map_err(generic)?,
-            };
-            let plain = if path == target { about.is_file() } else { about.is_dir() };
-            if !plain {
-                return Err(generic(io::Error::other("it is neither a plain file nor in plain directories")));
+    fn get(&self, location: &Path, options: &GetOptions) -> StoreResult<GetResult> {
+        let missing = |error: io::Error| match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+                StoreError::NotFound { path: location.to_string(), source: error.into() }
             }
-        }
-        Ok(())
+            _ => generic(error),
+        };
+        let below = OsPath::new(location.as_ref());
+        let (Some(parent), Some(name)) = (below.parent(), below.file_name()) else { return Err(missing(io::ErrorKind::NotFound.into())) };
+        // A link in place of a directory is an error here too, and none that says that nothing is there.
+        let dir = beneath::open_below(&self.root, parent).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => missing(error),
+            _ => generic(error),
+        })?;
+        let file = dir.open_file(name).map_err(missing)?;
+        let meta = list::about(&file.metadata().map_err(generic)?, location.clone())?;
+        options.check_preconditions(&meta)?;
+        let range = match &options.range {
+            Some(range) => range.as_range(meta.size).map_err(|error| generic(io::Error::other(error)))?,
+            None => 0..meta.size,
+        };
+        let payload = GetResultPayload::File(file, self.root.join(below));
+        Ok(GetResult { payload, meta, range, attributes: Attributes::default(), extensions: object_store::Extensions::default() })
     }
 }
 
-/// A name beside the target that `object_store` neither lists nor reads.
-fn staged(target: &OsPath) -> PathBuf {
-    let mut name = target.as_os_str().to_owned();
-    name.push(format!("#{}", uuid::Uuid::new_v4().as_u128()));
-    name.into()
+/// A file that is being written: its directory, where that was found, and the file's names there.
+struct Writing {
+    dir: Dir,
+    shown: PathBuf,
+    staged: String,
+    name: String,
+}
+
+/// A name beside the target that is neither listed nor read.
+fn staged(name: &str) -> String {
+    format!("{name}#{}", uuid::Uuid::new_v4().as_u128())
 }
 
 fn is_staged(path: &OsPath) -> bool {
@@ -316,9 +356,8 @@ impl ObjectStore for LocalStore {
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> StoreResult<GetResult> {
-        let (store, checked) = (self.clone(), location.clone());
-        blocking(move || store.check_plain(&checked)).await?;
-        self.read.get_opts(location, options).await
+        let (store, location) = (self.clone(), location.clone());
+        blocking(move || store.get(&location, &options)).await
     }
 
     fn delete_stream(&self, locations: BoxStream<'static, StoreResult<Path>>) -> BoxStream<'static, StoreResult<Path>> {
@@ -342,14 +381,19 @@ impl ObjectStore for LocalStore {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, StoreResult<ObjectMeta>> {
-        self.read.list(prefix)
+        self.list_all(prefix)
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> StoreResult<ListResult> {
-        self.read.list_with_delimiter(prefix).await
+        let (store, prefix) = (self.clone(), prefix.cloned().unwrap_or_default());
+        let (objects, common_prefixes) = blocking(move || store.list_one(&prefix)).await?;
+        Ok(ListResult { objects, common_prefixes, extensions: object_store::Extensions::default() })
     }
 
     async fn copy_opts(&self, _: &Path, _: &Path, _: CopyOptions) -> StoreResult<()> {
         Err(StoreError::NotImplemented { operation: "copy".into(), implementer: self.to_string() })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,6 +12,7 @@
 //! Memory: [`PACKS_IN_MEMORY`] packs, or [`PACKS_IN_MEMORY_FAR`], and a few MiB a worker, however large the files.
 
 mod job;
+mod quota;
 #[cfg(feature = "simulated")]
 mod simulated;
 #[cfg(test)]
@@ -29,6 +30,7 @@ use object_store::{ObjectStoreExt, PutMode};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use self::job::{BATCH, Files, Hints, Job, Pack, Piece};
+use self::quota::Quota;
 use crate::collect::{Condemned, Intent, Writer};
 use crate::contract::{About, Contract};
 use crate::error::{Error, Fault, Result};
@@ -119,6 +121,7 @@ pub struct Saver {
     /// As many as there is room for.
     packs: usize,
     writer: Writer,
+    quota: Option<Quota>,
 }
 
 impl Saver {
@@ -135,6 +138,7 @@ impl Saver {
             memory: Arc::new(Semaphore::new(packs)),
             packs,
             writer: Writer::default(),
+            quota: None,
         }
     }
 
@@ -143,6 +147,19 @@ impl Saver {
     pub fn with_writer(mut self, writer: Writer) -> Self {
         self.writer = writer;
         self
+    }
+
+    /// Saves fail beyond so many bytes of a tenant on the volume; none: there is no such bound.
+    #[must_use]
+    pub fn with_quota(mut self, bytes: Option<u64>) -> Self {
+        self.quota = bytes.map(Quota::new);
+        self
+    }
+
+    /// The same for a save that must not fail for want of a quota: without it a sandbox would be lost.
+    #[must_use]
+    pub fn without_quota(&self) -> Self {
+        Self { quota: None, ..self.clone() }
     }
 
     /// Packs of at most about this size, [`pack::TARGET_BYTES`] at most.
@@ -185,6 +202,9 @@ impl Saver {
         from.begun(&self.growing).await?;
         let _turn = self.turns.acquire().await.map_err(|_| Error::Interrupted)?;
         let began = Instant::now();
+        if let Some(quota) = self.quota_of(tenant) {
+            quota.check(&self.volume, tenant).await?;
+        }
         // Before anything is looked at that it did not write.
         let intent = self.writer.begin(&self.volume).await?;
         let mut known = known_to(tenant, parents);
@@ -202,6 +222,11 @@ impl Saver {
         saved.stats.took = began.elapsed();
         self.index.learn(tenant, saved.places());
         Ok(saved)
+    }
+
+    /// Images are shared by all tenants, and count for none.
+    fn quota_of(&self, tenant: Tenant) -> Option<&Quota> {
+        self.quota.as_ref().filter(|_| tenant != Tenant::images())
     }
 
     /// What a manifest describes, once more under a name of its own. `sources` are its files: what is not on the volume any more, or soon will not be, is
@@ -276,6 +301,9 @@ impl Saver {
         for id in packs {
             let _ = self.volume.store().delete(&layout::pack(tenant, id)).await;
         }
+        if let Some(quota) = &self.quota {
+            quota.forget(tenant);
+        }
     }
 
     /// One pass over the files, and what of all that it relies on is not there.
@@ -348,6 +376,9 @@ impl Saver {
     async fn upload(self, tenant: Tenant, pack: Pack) -> Result<(PackId, u64)> {
         let Pack { id, pieces, bytes, permit } = pack;
         let (path, length) = (layout::pack(tenant, id), bytes as u64);
+        if let Some(quota) = self.quota_of(tenant) {
+            quota.add(tenant, length)?;
+        }
         match self.volume.put(&path, pieces.into_iter().collect(), PutMode::Create).await {
             // The name is random: only this very write, its reply lost, can have made it.
             Err(Error::Exists { .. }) if self.volume.pack_bytes(tenant, id).await? == Some(length) => {}

@@ -97,6 +97,22 @@ impl Volume {
         self.key.as_deref()
     }
 
+    /// Checks that the volume is there and answers.
+    ///
+    /// # Errors
+    /// It does not.
+    pub async fn answers(&self) -> Result<()> {
+        if let Some(directory) = self.directory.clone() {
+            let asked = tokio::task::spawn_blocking(move || directory.is_there()).await.map_err(|_| Error::Interrupted)?;
+            return asked.map_err(|source| Error::Local { verb: "look at", path: "the volume".into(), source });
+        }
+        let path = layout::latest(SandboxId::random());
+        match self.store.head(&path).await {
+            Ok(_) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(Error::volume("look at", &path, error)),
+        }
+    }
+
     /// # Errors
     /// [`Error::Exists`] if there is one of that name.
     pub async fn put_manifest(&self, manifest: &Manifest) -> Result<()> {
@@ -197,6 +213,12 @@ impl Volume {
         self.names(&layout::packs(tenant), |name| name.strip_suffix(".pack")?.parse().ok()).await
     }
 
+    /// Bytes of all packs of a tenant.
+    pub(crate) async fn packs_bytes(&self, tenant: Tenant) -> Result<u64> {
+        let packs = self.listed(&layout::packs(tenant), |name| name.strip_suffix(".pack")?.parse::<PackId>().ok()).await?;
+        Ok(packs.into_iter().map(|(_, bytes)| bytes).sum())
+    }
+
     pub(crate) async fn checkpoints_with_bytes(&self, sandbox: SandboxId) -> Result<Vec<(CheckpointName, u64)>> {
         self.listed(&layout::checkpoints(sandbox), |name| name.parse().ok()).await
     }
@@ -291,8 +313,9 @@ impl Volume {
     }
 
     pub(crate) async fn remove_staged(&self, path: PathBuf) -> Result<()> {
+        let Some(directory) = self.directory.clone() else { return Ok(()) };
         let shown = path.clone();
-        let removed = tokio::task::spawn_blocking(move || std::fs::remove_file(path)).await.map_err(|_| Error::Interrupted)?;
+        let removed = tokio::task::spawn_blocking(move || directory.remove_staged(&path)).await.map_err(|_| Error::Interrupted)?;
         match removed {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::local("remove", &shown, error)),
             _ => Ok(()),

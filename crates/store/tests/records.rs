@@ -79,3 +79,40 @@ async fn a_full_volume_takes_the_room_of_an_old_version_for_a_new_one() {
         assert_eq!(plenty.read(id).await.unwrap(), Some(newest.clone()));
     }
 }
+
+/// Everything below a directory, with its content.
+fn below(dir: &std::path::Path) -> BTreeMap<std::path::PathBuf, Vec<u8>> {
+    std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).map(|path| (path.clone(), std::fs::read(path).unwrap())).collect()
+}
+
+#[tokio::test]
+async fn links_in_place_of_record_directories_lead_nothing_outside() {
+    let (root, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let locks = root.path().join("locks");
+    let records = DirectoryRecords::open(root.path(), Codec::default(), FailPoints::default()).unwrap();
+    let id = SandboxId::random();
+    let stamp = Stamp { unix: 1, nonce: Nonce::from_bits(1) };
+    let stored = records.create(id, &Record::first("me".parse().unwrap(), stamp, BTreeMap::new())).await.unwrap();
+    // The versions of a record.
+    let versions = locks.join(format!("{id}.versions"));
+    std::fs::rename(&versions, outside.path().join("versions")).unwrap();
+    std::os::unix::fs::symlink(outside.path().join("versions"), &versions).unwrap();
+    let before = below(&outside.path().join("versions"));
+    assert!(!before.is_empty());
+    let mut next = stored.record.clone();
+    next.sequence += 1;
+    next.nonce = Nonce::from_bits(2);
+    assert!(records.read(id).await.is_err());
+    assert!(records.swap(id, &stored, &next).await.is_err());
+    assert!(records.remove(id, &stored).await.is_err());
+    assert!(records.create(id, &stored.record).await.is_err());
+    assert_eq!(below(&outside.path().join("versions")), before);
+    // All records.
+    std::fs::rename(&locks, outside.path().join("locks")).unwrap();
+    std::os::unix::fs::symlink(outside.path().join("locks"), &locks).unwrap();
+    assert!(records.read(SandboxId::random()).await.is_err() && records.list(None, 10).await.is_err());
+    let elsewhere = SandboxId::random();
+    assert!(records.create(elsewhere, &stored.record).await.is_err());
+    assert!(!outside.path().join("locks").join(format!("{elsewhere}.versions")).exists());
+    assert!(DirectoryRecords::open(root.path(), Codec::default(), FailPoints::default()).is_err());
+}

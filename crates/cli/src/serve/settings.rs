@@ -99,7 +99,8 @@ pub(crate) struct Args {
     /// Seconds for which the reason is remembered why a sandbox ended
     #[arg(long, env = "SANDBOXER_REMEMBER", default_value_t = 3600.0, value_name = "SECONDS")]
     remember: f64,
-    /// File of API keys, one a line, as KEY or NAME:KEY. $SANDBOXER_API_KEYS holds such lines itself
+    /// File of API keys, one a line, as NAME:KEY or KEY. $SANDBOXER_API_KEYS holds such lines itself. A name is a tenant: it owns what its key makes, and a
+    /// key that gets another name leaves all of that behind. A key without a name has one that follows from its hash
     #[arg(long, env = "SANDBOXER_API_KEYS_FILE", value_name = "FILE")]
     api_keys_file: Option<PathBuf>,
     /// Listen on another than a loopback address without API keys: whoever reaches it may run code
@@ -111,6 +112,9 @@ pub(crate) struct Args {
     /// Sandboxes that each API key may make within a minute; 0: no bound
     #[arg(long, env = "SANDBOXER_KEY_CREATES_PER_MINUTE", default_value_t = 0, value_name = "N")]
     key_creates_per_minute: usize,
+    /// Maximum data of each API key on the volume, in MiB. Saves beyond it fail, except those without which a sandbox would be lost. 0: no bound
+    #[arg(long, env = "SANDBOXER_KEY_VOLUME_MB", default_value_t = 0, value_name = "MIB")]
+    key_volume_mb: u64,
     /// File of the TLS certificate with its chain (PEM); needs --tls-key
     #[arg(long, env = "SANDBOXER_TLS_CERT", value_name = "FILE")]
     tls_cert: Option<PathBuf>,
@@ -257,8 +261,11 @@ impl Args {
         settings.remember = remember.flatten().unwrap_or_default();
         settings.access = Access { any_host: self.insecure_no_auth && !listen.ip().is_loopback(), keys, hosts: self.allow_host.clone() };
         let bound = |most: usize| (most > 0).then_some(most);
-        settings.key_limits =
-            KeyLimits { sandboxes: bound(self.key_max_sandboxes), creates_per_minute: bound(self.key_creates_per_minute) };
+        settings.key_limits = KeyLimits {
+            sandboxes: bound(self.key_max_sandboxes),
+            creates_per_minute: bound(self.key_creates_per_minute),
+            volume_bytes: (self.key_volume_mb > 0).then(|| self.key_volume_mb.saturating_mul(1024 * 1024)),
+        };
         settings.pool = PoolSettings {
             sandboxes: self.pool,
             containers: self.restore_pool,
@@ -290,7 +297,8 @@ impl Args {
             (self.checkpoint_path.as_deref(), settings.checkpoints.as_ref().map(|checkpoints| &checkpoints.place)),
             (self.filesystem_snapshot_path.as_deref(), settings.filesystems.as_ref().map(|filesystems| &filesystems.place)),
         ];
-        let notes = asked.into_iter().filter_map(|(path, place)| used_by_url(path?, place?)).collect();
+        let mounted = asked.into_iter().filter_map(|(path, place)| used_by_url(path?, place?));
+        let notes = mounted.chain(settings.access.keys.iter().filter_map(ApiKey::note)).collect();
         Ok(Checked { settings, image_dir, authorities, runsc, notes })
     }
 
@@ -354,6 +362,7 @@ impl Args {
             let lines = text.replace(',', "\n");
             keys.extend(ApiKey::parse_list(&lines).map_err(|error| format!("SANDBOXER_API_KEYS: {error}"))?);
         }
+        ApiKey::check_all(&keys).map_err(|error| format!("--api-keys-file, SANDBOXER_API_KEYS: {error}"))?;
         Ok(keys)
     }
 

@@ -10,7 +10,7 @@ use std::{
 
 use futures_util::{StreamExt as _, stream};
 use sandboxer_protocol::SandboxId;
-use sandboxer_store::{CheckpointName, KeptName, record::ReadError};
+use sandboxer_store::{CheckpointName, KeptName};
 use tracing::warn;
 
 use super::{About, Checkpoints, tenant};
@@ -58,6 +58,8 @@ pub(crate) struct Resters {
     pub(crate) found: Vec<Rest>,
     /// Behind this one nobody looked; none: these are all.
     pub(crate) until: Option<KeptName>,
+    /// Those whose record is damaged, so that nothing can be said of them.
+    pub(crate) damaged: Vec<SandboxId>,
 }
 
 #[derive(Default)]
@@ -99,14 +101,22 @@ impl Checkpoints {
             (name, rest)
         });
         let mut looks = looks.buffered(LOOKS_AT_ONCE);
-        let mut found = Vec::new();
+        let (mut found, mut damaged) = (Vec::new(), Vec::new());
         while let Some((name, rest)) = looks.next().await {
-            found.extend(rest?);
+            match rest {
+                Ok(rest) => found.extend(rest),
+                Err(why) => {
+                    // One that can't be read keeps no others from the list, unless none can be.
+                    self.answers().await?;
+                    warn!(why, id = %name.id(), "the record of a sandbox can't be read, so it is not listed");
+                    damaged.push(name.id());
+                }
+            }
             if found.len() > enough {
-                return Ok(Resters { found, until: Some(name) });
+                return Ok(Resters { found, until: Some(name), damaged });
             }
         }
-        Ok(Resters { found, until: last })
+        Ok(Resters { found, until: last, damaged })
     }
 
     /// As its record says. A list of names may say anything: whose it is says what was saved.
@@ -117,11 +127,7 @@ impl Checkpoints {
         let record = match self.look(id).await {
             Ok(Some(stored)) => stored.record,
             Ok(None) => return Ok(None),
-            Err(ReadError::Bad(why)) => {
-                warn!(%why, %id, "the record of a sandbox can't be read, so it is not listed");
-                return Ok(None);
-            }
-            Err(error @ ReadError::Unavailable(_)) => return Err(error.to_string()),
+            Err(error) => return Err(error.to_string()),
         };
         let Some(latest) = record.latest.filter(|_| record.tombstone.is_none()) else { return Ok(None) };
         let noted = match self.resting.get(id, latest) {

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use super::{Filesystems, Form, Order, Piece, Pieces, Refusal, spool};
 
 /// What may be on its way from the client to the disk.
-const WINDOW_BYTES: u64 = 4 << 20;
+const WINDOW_BYTES: u64 = 512 * 1024;
 /// How long the rest of what is refused is read.
 const DRAIN_WITHIN: Duration = Duration::from_secs(10);
 
@@ -21,6 +21,7 @@ impl Filesystems {
         order: Order,
         mut body: impl Stream<Item = Result<Bytes, E>> + Unpin,
     ) -> Result<Manifest, Refusal> {
+        let _turn = self.imports.take(order.owner.as_deref(), 1).ok_or_else(super::busy)?;
         self.check_free(&order).await?;
         let (Pieces { sender, mut taken }, spool) = spool();
         let feeding = async move {

@@ -1,6 +1,6 @@
 //! Who may connect: keys, origins, hosts. Decided before the upgrade; nothing of a request is looked at before it.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{collections::HashSet, net::IpAddr, sync::Arc};
 
 use axum::{
     extract::{Request, State},
@@ -10,17 +10,24 @@ use axum::{
 };
 use subtle::ConstantTimeEq as _;
 
-use super::error;
+use super::{connections::Connection, error};
 use crate::manager::{Manager, hash};
 
 /// The shortest key that is accepted: shorter ones can be guessed.
 const MIN_KEY_BYTES: usize = 16;
 
-/// An API key, as a hash, under a name for logs and limits.
+/// The longest name of a key.
+const MAX_NAME_BYTES: usize = 64;
+/// Hexadecimal digits of a key's hash that stand for its name where it has none.
+const DERIVED_DIGITS: usize = 16;
+
+/// An API key, as a hash, under the name of its tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiKey {
     name: String,
     sha256: String,
+    /// The line of a key that has no name of its own.
+    unnamed: Option<usize>,
 }
 
 /// Why a list of keys can't be used.
@@ -28,8 +35,14 @@ pub struct ApiKey {
 pub enum InvalidKeys {
     #[error("line {0}: a key has at least {MIN_KEY_BYTES} characters, without spaces")]
     Bad(usize),
+    #[error("line {0}: a name has 1 to {MAX_NAME_BYTES} printable ASCII characters, without spaces")]
+    BadName(usize),
     #[error("there is no key in it")]
     None,
+    #[error("the key of {0:?} is given twice; each key has one tenant")]
+    SameKey(String),
+    #[error("the name {0:?} is given to two keys; each tenant has one key")]
+    SameName(String),
 }
 
 impl ApiKey {
@@ -39,23 +52,58 @@ impl ApiKey {
 
     /// Reads keys, one a line, as `key` or `name:key`; empty lines and those that begin with `#` don't count.
     ///
+    /// The tenant of a key without a name follows from the key alone: where it stands in the list says
+    /// nothing, since lines come and go.
+    ///
     /// # Errors
     /// A line is no key, or there is none.
     pub fn parse_list(text: &str) -> Result<Vec<Self>, InvalidKeys> {
         let mut keys = Vec::new();
         for (number, line) in text.lines().enumerate() {
-            let line = line.trim();
+            let (number, line) = (number + 1, line.trim());
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            let (name, key) =
-                line.split_once(':').map_or_else(|| (format!("key-{}", number + 1), line), |(name, key)| (name.to_owned(), key));
+            let (name, key) = line.split_once(':').map_or((None, line), |(name, key)| (Some(name), key));
             if key.len() < MIN_KEY_BYTES || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
-                return Err(InvalidKeys::Bad(number + 1));
+                return Err(InvalidKeys::Bad(number));
             }
-            keys.push(Self { name, sha256: hash(key) });
+            if name.is_some_and(|name| !(1..=MAX_NAME_BYTES).contains(&name.len()) || !name.bytes().all(|byte| byte.is_ascii_graphic())) {
+                return Err(InvalidKeys::BadName(number));
+            }
+            let sha256 = hash(key);
+            let derived = || format!("key-{}", sha256.get(..DERIVED_DIGITS).unwrap_or(&sha256));
+            keys.push(Self { name: name.map_or_else(derived, str::to_owned), unnamed: name.is_none().then_some(number), sha256 });
         }
         if keys.is_empty() { Err(InvalidKeys::None) } else { Ok(keys) }
+    }
+
+    /// Checks all keys of a server together.
+    ///
+    /// # Errors
+    /// Two are the same, or have one name.
+    pub fn check_all(keys: &[Self]) -> Result<(), InvalidKeys> {
+        let (mut names, mut hashes) = (HashSet::new(), HashSet::new());
+        for key in keys {
+            if !hashes.insert(&key.sha256) {
+                return Err(InvalidKeys::SameKey(key.name.clone()));
+            }
+            if !names.insert(&key.name) {
+                return Err(InvalidKeys::SameName(key.name.clone()));
+            }
+        }
+        Ok(())
+    }
+
+    /// What the operator has to know of a key without a name.
+    #[must_use]
+    pub fn note(&self) -> Option<String> {
+        let line = self.unnamed?;
+        Some(format!(
+            "the API key on line {line} has no name, so its tenant is {}; earlier servers called it key-{line}: to keep what it had there, \
+             write key-{line}:KEY",
+            self.name
+        ))
     }
 }
 
@@ -79,11 +127,15 @@ impl Access {
         !self.keys.is_empty()
     }
 
-    /// Takes out what is one of the server's own keys.
+    /// Takes out what is one of the server's own keys. Without keys nothing is known of them: then all is
+    /// taken out that has the form of one, for clients send a key that they have to any server.
     pub(super) fn remove_key(&self, headers: &mut HeaderMap) {
         for name in [header::AUTHORIZATION, HeaderName::from_static("x-api-key")] {
             // Of several, whichever it is: those that the server itself does not look at would be passed on all the same.
-            let is_key = |value: &HeaderValue| self.owner(&HeaderMap::from_iter([(name.clone(), value.clone())])).is_some();
+            let is_key = |value: &HeaderValue| {
+                let alone = HeaderMap::from_iter([(name.clone(), value.clone())]);
+                if self.keys.is_empty() { given_key(&alone).is_some() } else { self.owner(&alone).is_some() }
+            };
             if headers.get_all(&name).iter().any(is_key) {
                 headers.remove(name);
             }
@@ -91,12 +143,7 @@ impl Access {
     }
 
     pub(super) fn owner(&self, headers: &HeaderMap) -> Option<&ApiKey> {
-        let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
-            let (scheme, key) = value.to_str().ok()?.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then_some(key)
-        });
-        let given = bearer.or_else(|| headers.get("x-api-key").and_then(|value| value.to_str().ok()))?;
-        let given = hash(given.trim());
+        let given = hash(given_key(headers)?.trim());
         // Every key is compared, so that the time tells nothing.
         self.keys.iter().fold(None, |found, key| {
             let same: bool = given.as_bytes().ct_eq(key.sha256.as_bytes()).into();
@@ -111,6 +158,15 @@ impl Access {
         let Some(host) = host_of(headers) else { return false };
         names_this_machine(&host) || self.hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(&host))
     }
+}
+
+/// What a request gives as its key.
+fn given_key(headers: &HeaderMap) -> Option<&str> {
+    let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
+        let (scheme, key) = value.to_str().ok()?.split_once(' ')?;
+        scheme.eq_ignore_ascii_case("bearer").then_some(key)
+    });
+    bearer.or_else(|| headers.get("x-api-key").and_then(|value| value.to_str().ok()))
 }
 
 pub(super) async fn check(State(manager): State<Arc<Manager>>, mut request: Request, next: Next) -> Response {
@@ -132,8 +188,16 @@ pub(super) async fn check(State(manager): State<Arc<Manager>>, mut request: Requ
             }
         }
     }
+    if !proven(&request, owner.as_deref()) {
+        return error(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", super::TOO_MANY);
+    }
     request.extensions_mut().insert(Owner(owner));
     next.run(request).await
+}
+
+/// Counts the connection of a request that has passed the check of keys. False: its key has too many.
+pub(super) fn proven(request: &Request, owner: Option<&str>) -> bool {
+    request.extensions().get::<Arc<Connection>>().is_none_or(|connection| connection.prove(owner))
 }
 
 fn host_of(headers: &HeaderMap) -> Option<String> {
@@ -193,7 +257,8 @@ mod tests {
         let access = Access { keys, ..Access::default() };
         let owner = |name, value: &str| access.owner(&headers(&[(name, value)])).map(|key| key.name.clone());
         assert_eq!(owner("authorization", "Bearer 0123456789abcdef").as_deref(), Some("alice"));
-        assert_eq!(owner("x-api-key", "fedcba9876543210").as_deref(), Some("key-4"));
+        let derived = owner("x-api-key", "fedcba9876543210").unwrap();
+        assert!(derived.starts_with("key-") && derived.len() == 20, "{derived}");
         for bad in ["Bearer 0123456789abcde", "0123456789abcdef", "Bearer ", "Basic 0123456789abcdef"] {
             assert_eq!(owner("authorization", bad), None, "{bad}");
         }
@@ -208,6 +273,32 @@ mod tests {
         let mut own = headers(&[("authorization", "Basic its-own")]);
         access.remove_key(&mut own);
         assert_eq!(own.len(), 1, "a program may have keys of its own");
+        let mut unknown = headers(&[("x-api-key", "any"), ("authorization", "Bearer any")]);
+        Access::default().remove_key(&mut unknown);
+        Access::default().remove_key(&mut own);
+        assert_eq!((unknown.len(), own.len()), (0, 1), "without keys all is taken out that may be one");
+    }
+
+    #[test]
+    fn the_tenant_of_an_unnamed_key_follows_from_the_key_alone() {
+        let names = |text: &str| ApiKey::parse_list(text).unwrap().into_iter().map(|key| key.name).collect::<Vec<_>>();
+        let both = names("0123456789abcdef\nfedcba9876543210");
+        assert_ne!(both[0], both[1]);
+        assert_eq!(names("fedcba9876543210"), both[1..], "whatever was before it");
+        let keys = ApiKey::parse_list("key-1:0123456789abcdef\n\nfedcba9876543210").unwrap();
+        assert_eq!((keys[0].name(), keys[0].note()), ("key-1", None), "a name is kept as it is given");
+        assert!(keys[1].note().is_some_and(|note| note.contains("key-3:KEY") && !note.contains("fedcba98")));
+    }
+
+    #[test]
+    fn keys_and_names_are_given_once() {
+        let check = |text: &str| ApiKey::check_all(&ApiKey::parse_list(text).unwrap());
+        assert_eq!(check("a:0123456789abcdef\nb:fedcba9876543210"), Ok(()));
+        assert_eq!(check("a:0123456789abcdef\nb:0123456789abcdef"), Err(InvalidKeys::SameKey("b".to_owned())));
+        assert_eq!(check("a:0123456789abcdef\na:fedcba9876543210"), Err(InvalidKeys::SameName("a".to_owned())));
+        assert!(matches!(check("0123456789abcdef\n0123456789abcdef"), Err(InvalidKeys::SameKey(_))));
+        assert_eq!(ApiKey::parse_list(":0123456789abcdef"), Err(InvalidKeys::BadName(1)));
+        assert_eq!(ApiKey::parse_list("a b:0123456789abcdef"), Err(InvalidKeys::BadName(1)));
     }
 
     #[test]

@@ -4,10 +4,7 @@ use std::{collections::VecDeque, future::Future, sync::Arc, time::Duration};
 
 use axum::{
     Extension,
-    extract::{
-        Path, Query, State,
-        ws::{Message, WebSocket, WebSocketUpgrade},
-    },
+    extract::{Path, Query, State},
     http::{HeaderMap, StatusCode},
     response::Response,
 };
@@ -21,13 +18,19 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::{access::Owner, socket, v1::FileDesk};
+use super::{
+    access::Owner,
+    socket,
+    v1::FileDesk,
+    websocket::{Message, Room, Upgrade, WebSocket},
+};
 use crate::{
     manager::{ArriveError, Arrived, CreateError, Created, Handle, Manager, Saved},
     sandbox::{
-        client::FromClient,
+        client::{FromClient, Incoming, MessageRoom},
         driver::{Attachment, GRACE, GRACE_AT_MOST, Stop, TELL_WAITING_AFTER},
     },
+    shares::Held,
 };
 
 /// Messages that may come while the sandbox is being made or brought, and their bytes: beyond either they wait in the kernel. The last of them may be as
@@ -50,28 +53,16 @@ const STILL_ATTACHING: &str = "The client that is attached is asked for a sign o
 const STILL_MAKING: &str =
     "Making the sandbox takes longer than usual: its files are unpacked, it waits for its turn, or the volume does not answer.";
 
-/// WebSockets at once.
-const MAX_SOCKETS: usize = 5_000;
-
 #[derive(Debug, Deserialize)]
 pub(super) struct AttachQuery {
     sandbox_token: Option<String>,
 }
 
-pub(super) async fn create(
-    State(manager): State<Arc<Manager>>,
-    Extension(Owner(owner)): Extension<Owner>,
-    upgrade: WebSocketUpgrade,
-) -> Response {
-    if manager.sockets.len() >= MAX_SOCKETS {
-        return super::error(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "too_many_connections",
-            "This server has as many connections as it can. Try again later.",
-        );
-    }
-    upgrade_with(&manager, upgrade).on_upgrade(move |socket| async move {
-        let _open = (manager.sockets.token(), manager.metrics.client());
+pub(super) async fn create(State(manager): State<Arc<Manager>>, Extension(Owner(owner)): Extension<Owner>, upgrade: Upgrade) -> Response {
+    let Some(turn) = manager.socket_turns.take(owner.as_deref(), 1) else { return too_many() };
+    let room = room(&manager, owner.clone());
+    upgrade.on_upgrade(room, move |socket| async move {
+        let _open = (manager.sockets.token(), manager.metrics.client(), turn);
         if let Err(error) = opened_create(&manager, owner, socket).await {
             debug!(%error, "a client went away before it had its sandbox");
         }
@@ -84,31 +75,25 @@ pub(super) async fn attach(
     Path(id): Path<String>,
     Query(query): Query<AttachQuery>,
     headers: HeaderMap,
-    upgrade: WebSocketUpgrade,
+    upgrade: Upgrade,
 ) -> Response {
     let token = headers.get("x-sandbox-token").and_then(|value| value.to_str().ok()).map(str::to_owned).or(query.sandbox_token);
-    if manager.sockets.len() >= MAX_SOCKETS {
-        return super::error(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "too_many_connections",
-            "This server has as many connections as it can. Try again later.",
-        );
-    }
-    upgrade_with(&manager, upgrade).on_upgrade(move |socket| async move {
-        let _open = (manager.sockets.token(), manager.metrics.client());
+    let Some(turn) = manager.socket_turns.take(owner.as_deref(), 1) else { return too_many() };
+    let room = room(&manager, owner.clone());
+    upgrade.on_upgrade(room, move |socket| async move {
+        let _open = (manager.sockets.token(), manager.metrics.client(), turn);
         if let Err(error) = opened_attach(&manager, &id, (owner.as_deref(), token.as_deref()), socket).await {
             debug!(%error, "a client went away before it was attached");
         }
     })
 }
 
-/// Of messages that wait for each other.
-const SMALL_MESSAGES_BYTES: usize = 4096;
+fn too_many() -> Response {
+    super::error(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", super::TOO_MANY)
+}
 
-fn upgrade_with(manager: &Manager, upgrade: WebSocketUpgrade) -> WebSocketUpgrade {
-    let limit = manager.settings().max_message_bytes;
-    // Small messages that are there together go out together, when they are flushed; nothing larger is gathered.
-    upgrade.max_message_size(limit).max_frame_size(limit).write_buffer_size(SMALL_MESSAGES_BYTES)
+fn room(manager: &Manager, owner: Option<String>) -> Room {
+    Room { max_message_bytes: manager.settings().max_message_bytes, budget: manager.message_budget.clone(), owner }
 }
 
 /// A client that is about to have its sandbox.
@@ -123,7 +108,7 @@ struct Opening<'a> {
 /// What a client has said already, before anybody could hear it.
 #[derive(Default)]
 struct Early {
-    messages: VecDeque<FromClient>,
+    messages: VecDeque<Incoming>,
     bytes: usize,
 }
 
@@ -132,15 +117,16 @@ impl Early {
         self.messages.len() < MAX_EARLY && self.bytes < MAX_EARLY_BYTES
     }
 
-    fn take(&mut self, message: Message) {
-        if let Some(read) = socket::read(&message) {
-            self.add(read, message);
+    fn take(&mut self, message: &Message, budget: Vec<Held>) {
+        if let Some(read) = socket::read(message) {
+            self.add(read, message, budget);
         }
     }
 
-    fn add(&mut self, read: FromClient, message: Message) {
-        self.bytes += message.into_data().len();
-        self.messages.push_back(read);
+    fn add(&mut self, read: FromClient, message: &Message, budget: Vec<Held>) {
+        self.bytes += message.len();
+        let room = (!budget.is_empty()).then_some(MessageRoom { _queue: None, _budget: budget });
+        self.messages.push_back(Incoming { message: read, _room: room });
     }
 }
 
@@ -181,7 +167,7 @@ async fn listening<T>(socket: &mut WebSocket, early: &mut Early, work: impl Futu
                     let _ = timeout(GRACE, socket.recv()).await;
                     return Waited::Left { too_large: false };
                 }
-                Some(Ok(message)) => early.take(message),
+                Some(Ok(message)) => early.take(&message, socket.ledger().take()),
                 Some(Err(error)) => return Waited::Left { too_large: socket::is_too_large(&error) },
                 None => return Waited::Left { too_large: false },
             },
@@ -265,7 +251,7 @@ async fn first_message(socket: &mut WebSocket) -> Result<First, axum::Error> {
                 }
                 Some(other) => {
                     let mut early = Early::default();
-                    early.add(other, message);
+                    early.add(other, &message, socket.ledger().take());
                     return Ok(First::Config(Box::default(), early));
                 }
                 None => {}

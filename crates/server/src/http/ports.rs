@@ -20,6 +20,7 @@ use axum::{
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use sandboxer_protocol::{SandboxId, agent::TunnelFault};
+use subtle::ConstantTimeEq as _;
 use tokio::{
     io::{AsyncRead, AsyncWrite, copy_bidirectional},
     sync::OwnedSemaphorePermit,
@@ -31,7 +32,7 @@ use self::rewrite::Prefix;
 use super::{access, error};
 use crate::{
     manager::{Handle, Manager},
-    network::{Answer, Link, strip},
+    network::{Answer, Link, is_own_pages, own_pages, strip},
     sandbox::{
         streams::NoWay,
         tunnel::{TunnelStream, Watch},
@@ -118,20 +119,34 @@ async fn serve(manager: &Arc<Manager>, id: SandboxId, port: u16, by: By, mut req
         Ok(opened) => opened,
         Err(refusal) => return *refusal,
     };
+    if !access::proven(&request, handle.owner.as_deref()) {
+        return error(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", super::TOO_MANY);
+    }
     // Who brings a key or a link in the request itself means it; a page of another origin may only have what the browser adds by itself.
     let ambient = match &opened {
         Opened::Plainly => manager.settings().access.keys.is_empty(),
         Opened::Link { in_address, .. } => !in_address,
     };
-    let own_page = by == By::Path && manager.settings().access.keys.is_empty() && access::origin_is_opaque(request.headers());
+    let named = match by {
+        By::Path => format!("/v1/sandboxes/{id}/ports/{port}"),
+        By::Host => String::new(),
+    };
+    let outside = Prefix::new(named.clone());
+    // Pages below a path of a server without keys are shut into an origin that has no name: they are
+    // told from other such pages by a part of the path that only they know.
+    let confined = by == By::Path && manager.settings().access.keys.is_empty();
+    let secret = if confined { own_pages(id, port, handle.token_sha256()) } else { String::new() };
+    let (given, path) = match outside.strip(request.uri().path()) {
+        path if confined => split_own_pages(path),
+        path => (None, path),
+    };
+    let path = path.to_owned();
+    let known: bool = given.is_some_and(|given| given.as_bytes().ct_eq(secret.as_bytes()).into());
+    let prefix = if known { Prefix::new(format!("{named}/{secret}")) } else { Prefix::new(named) };
+    let own_page = known && access::origin_is_opaque(request.headers());
     if ambient && !own_page && !access::origin_allowed(request.headers()) {
         return error(StatusCode::FORBIDDEN, "foreign_origin", "A page of another origin may not use this port.");
     }
-    let prefix = Prefix::new(match by {
-        By::Path => format!("/v1/sandboxes/{id}/ports/{port}"),
-        By::Host => String::new(),
-    });
-    let path = prefix.strip(request.uri().path()).to_owned();
     let below = match &query {
         Some(query) => format!("{path}?{query}"),
         None => path.clone(),
@@ -140,9 +155,11 @@ async fn serve(manager: &Arc<Manager>, id: SandboxId, port: u16, by: By, mut req
     if upgrade.is_none() && is_page(&request) {
         // The address that is seen, kept and passed on is one without the link; and one that relative addresses in the page go by.
         let in_address = matches!(opened, Opened::Link { in_address: true, .. });
+        let unknown = confined && !known && is_navigation(&request);
         // One that begins with two slashes would lead to another host.
-        if (in_address || path.is_empty()) && !path.starts_with("//") {
-            let to = if path.is_empty() { prefix.add(&format!("/{below}")) } else { prefix.add(&below) };
+        if (in_address || path.is_empty() || unknown) && !path.starts_with("//") {
+            let seen = if unknown { Prefix::new(format!("{}/{secret}", prefix.text())) } else { Prefix::new(prefix.text().to_owned()) };
+            let to = if path.is_empty() { seen.add(&format!("/{below}")) } else { seen.add(&below) };
             return with_cookie(see_other(&to), manager, &prefix, &opened);
         }
     }
@@ -175,7 +192,7 @@ async fn serve(manager: &Arc<Manager>, id: SandboxId, port: u16, by: By, mut req
         error(StatusCode::BAD_GATEWAY, "bad_gateway", &format!("The program at port {port} did not answer as a web server does: {why}"))
     });
     rewrite::response(response.headers_mut(), &prefix);
-    if by == By::Path && manager.settings().access.keys.is_empty() {
+    if confined {
         response.headers_mut().append(header::CONTENT_SECURITY_POLICY, OWN_ORIGIN);
     }
     with_cookie(response, manager, &prefix, &opened)
@@ -256,6 +273,19 @@ fn is_page(request: &Request) -> bool {
     matches!(*request.method(), Method::GET | Method::HEAD) && (says("accept", "text/html") || says("sec-fetch-mode", "navigate"))
 }
 
+/// A browser that opens a page, or a program that names no mode. A script of another page can't see where
+/// a navigation leads.
+fn is_navigation(request: &Request) -> bool {
+    request.headers().get("sec-fetch-mode").is_none_or(|mode| mode == "navigate")
+}
+
+/// Takes the part off a path that names the port's own pages, whether it is the right one or not.
+fn split_own_pages(path: &str) -> (Option<&str>, &str) {
+    let Some(below) = path.strip_prefix('/') else { return (None, path) };
+    let part = below.split('/').next().unwrap_or(below);
+    if is_own_pages(part) { (Some(part), &below[part.len()..]) } else { (None, path) }
+}
+
 fn see_other(to: &str) -> Response {
     let Ok(to) = HeaderValue::from_str(to) else { return no_such() };
     (StatusCode::SEE_OTHER, [(header::LOCATION, to), (header::CACHE_CONTROL, HeaderValue::from_static("no-store"))]).into_response()
@@ -281,10 +311,9 @@ fn clean(manager: &Manager, request: &mut Request, prefix: &Prefix, upgrade: Opt
     strip(headers);
     headers.remove(header::EXPECT);
     headers.remove("x-sandbox-token");
-    if !manager.settings().access.keys.is_empty() {
-        // Programs may have keys of their own; those of the server are none of their business.
-        manager.settings().access.remove_key(headers);
-    }
+    // Programs may have keys of their own; those of the server are none of their business.
+    manager.settings().access.remove_key(headers);
+    rewrite::own_referer(headers, prefix, LINK);
     rewrite::remove_cookie(headers, COOKIE);
     if let Some(upgrade) = upgrade.and_then(|upgrade| HeaderValue::from_str(upgrade).ok()) {
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
@@ -380,6 +409,16 @@ mod tests {
         }
         for bad in ["0-x.ports.example.com", "8000.ports.example.com", "70000-00000000-0000-4000-8000-000000000000.ports.example.com"] {
             assert_eq!(named(bad), Some(None), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_own_pages_of_a_port_stand_first_in_the_path() {
+        let part = own_pages(SandboxId::random(), 80, "secret");
+        assert_eq!(split_own_pages(&format!("/{part}/a/b")), (Some(part.as_str()), "/a/b"));
+        assert_eq!(split_own_pages(&format!("/{part}")), (Some(part.as_str()), ""));
+        for other in ["/a/b", "/", "", "/~", "/~name/x", &format!("/a/{part}")] {
+            assert_eq!(split_own_pages(other), (None, other), "{other}");
         }
     }
 

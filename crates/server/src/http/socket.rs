@@ -2,7 +2,6 @@
 
 use std::{collections::VecDeque, future::poll_fn, sync::Arc, time::Duration};
 
-use axum::extract::ws::{CloseFrame, Message, Utf8Bytes, WebSocket};
 use bytes::Bytes;
 use futures_util::{
     SinkExt as _, StreamExt as _,
@@ -16,9 +15,12 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::v1::FileDesk;
+use super::{
+    v1::FileDesk,
+    websocket::{CloseFrame, Ledger, Message, Utf8Bytes, WebSocket},
+};
 use crate::sandbox::client::{
-    Acknowledgement, ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, OUTGOING_MESSAGES, Outgoing,
+    Acknowledgement, ClientPort, FromClient, INCOMING_KIB, INCOMING_REQUESTS, Incoming, MessageRoom, OUTGOING_MESSAGES, Outgoing,
 };
 
 /// How long a client may take to answer a close, and to read what was sent before it.
@@ -49,19 +51,20 @@ pub(super) fn channels() -> (ClientPort, Ends) {
 pub(super) async fn pump(
     socket: WebSocket,
     ends: Ends,
-    early: VecDeque<FromClient>,
+    early: VecDeque<Incoming>,
     (files, mut answers): (FileDesk, mpsc::Receiver<ServerEvent>),
 ) {
     let Ends { incoming, room, pongs, mut outgoing, closing } = ends;
+    let ledger = socket.ledger().clone();
     let (mut sink, mut stream) = socket.split();
     let files = &files;
     let reading = async {
         for message in early {
-            if !forward(Incoming { message, _room: None }, &incoming, files).await {
+            if !forward(message, &incoming, files).await {
                 return Read::Closed;
             }
         }
-        read_all(&mut stream, &incoming, &room, &pongs, files).await
+        read_all(&mut stream, &ledger, &incoming, &room, &pongs, files).await
     };
     let (mut too_large, mut closed) = (false, false);
     let let_go = async {
@@ -108,6 +111,7 @@ enum Read {
 
 async fn read_all(
     stream: &mut SplitStream<WebSocket>,
+    ledger: &Ledger,
     incoming: &mpsc::Sender<Incoming>,
     room: &Arc<Semaphore>,
     pongs: &watch::Sender<Bytes>,
@@ -124,7 +128,9 @@ async fn read_all(
             Some(Ok(message)) => {
                 if let Some(read) = read(&message) {
                     let kib = u32::try_from(message.into_data().len() / 1024 + 1).unwrap_or(u32::MAX).min(INCOMING_KIB as u32);
-                    let room = Arc::clone(room).acquire_many_owned(kib).await.ok();
+                    let budget = ledger.take();
+                    let queue = Arc::clone(room).acquire_many_owned(kib).await.ok();
+                    let room = Some(MessageRoom { _queue: queue, _budget: budget });
                     // If the driver has let go of this client, only its close is waited for.
                     forward(Incoming { message: read, _room: room }, incoming, files).await;
                 }
@@ -217,7 +223,7 @@ async fn sink_close(sink: &mut SplitSink<WebSocket, Message>, code: CloseCode) -
 }
 
 fn close_message(code: CloseCode) -> Message {
-    Message::Close(Some(CloseFrame { code: code.number(), reason: Utf8Bytes::default() }))
+    Message::Close(Some(CloseFrame { code: code.number().into(), reason: Utf8Bytes::default() }))
 }
 
 /// Closes a socket that has no sandbox, and waits for the answer so that what was sent before is read.
@@ -241,7 +247,7 @@ pub(super) fn read(message: &Message) -> Option<FromClient> {
             code: ErrorCode::BinaryFrame,
             message: "Messages are JSON text, not binary.".to_owned(),
         })),
-        Message::Ping(_) | Message::Pong(_) | Message::Close(_) => None,
+        Message::Ping(_) | Message::Pong(_) | Message::Close(_) | Message::Frame(_) => None,
     }
 }
 

@@ -17,6 +17,8 @@ pub(crate) struct Link {
     pub(crate) expires: i64,
 }
 
+const OWN_PAGES_BYTES: usize = 16;
+
 impl Link {
     fn text(&self) -> String {
         format!("sandboxer port link 1\n{}\n{}\n{}", self.id, self.port, self.expires)
@@ -38,6 +40,18 @@ impl Link {
         hmac::verify(&key(token_sha256), link.text().as_bytes(), &tag).ok()?;
         (link.expires > now).then_some(link.expires)
     }
+}
+
+/// A part of the path below which the pages of a port know each other. They have no origin of their own
+/// and no cookies where a server needs no key, and other pages must not pass for them.
+pub(crate) fn own_pages(id: SandboxId, port: u16, token_sha256: &str) -> String {
+    let tag = hmac::sign(&key(token_sha256), format!("sandboxer own pages 1\n{id}\n{port}").as_bytes());
+    format!("~{}", Hex(&tag.as_ref()[..OWN_PAGES_BYTES]))
+}
+
+/// Whether a part of a path looks like one of [`own_pages`], of whichever port.
+pub(crate) fn is_own_pages(part: &str) -> bool {
+    part.strip_prefix('~').is_some_and(|tag| tag.len() == OWN_PAGES_BYTES * 2 && tag.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
 fn key(token_sha256: &str) -> hmac::Key {

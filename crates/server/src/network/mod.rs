@@ -36,7 +36,7 @@ pub use self::{
     rules::Rule,
 };
 pub(crate) use self::{
-    link::Link,
+    link::{Link, is_own_pages, own_pages},
     log::{Connection, Log},
     places::AllPlaces,
     proxy::{Answer, strip},

@@ -14,6 +14,8 @@ use sandboxer_protocol::{
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
 use tokio_util::sync::DropGuard;
 
+use crate::shares::Held;
+
 /// Messages other than output that may wait for a client that does not read.
 pub(crate) const MAX_WAITING_EVENTS: usize = 64;
 /// What may wait between the driver and the socket.
@@ -44,7 +46,14 @@ pub(crate) enum FromClient {
 #[derive(Debug)]
 pub(crate) struct Incoming {
     pub(crate) message: FromClient,
-    pub(crate) _room: Option<OwnedSemaphorePermit>,
+    pub(crate) _room: Option<MessageRoom>,
+}
+
+/// Room of the connection's queue, and of its key's budget if the message is large.
+#[derive(Debug)]
+pub(crate) struct MessageRoom {
+    pub(crate) _queue: Option<OwnedSemaphorePermit>,
+    pub(crate) _budget: Vec<Held>,
 }
 
 /// What the driver hands to a connection.

@@ -186,7 +186,7 @@ impl SandboxHost {
         let parent = *self.latest.lock().unwrap_or_else(PoisonError::into_inner);
         if after == AfterSave::Freeze {
             // Nobody waits for it to go on, so what is there can be stored while gVisor still writes.
-            let capturing = self.checkpoints.begin(into, record, parent).map_err(|error| error.whole())?;
+            let capturing = self.checkpoints.begin(into, record, automatic, parent).map_err(|error| error.whole())?;
             let written = |bytes| capturing.written(bytes);
             self.runtime.checkpoint(container, &dir, capturing.dir(), after, Some(&written)).await.map_err(|error| error.to_string())?;
             return self.checkpoints.captured(capturing, record, automatic, after, parent).map_err(|error| error.whole());

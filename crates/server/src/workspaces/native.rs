@@ -37,6 +37,7 @@ use crate::{
         record::SandboxConfig,
     },
     settings::Settings,
+    shares::Budget,
 };
 
 /// How long the end of a sandbox may take.
@@ -133,6 +134,16 @@ impl Native {
         Self { manager }
     }
 
+    /// Turns of requests that read much of a volume.
+    pub(crate) fn volume_turns(&self) -> &Budget {
+        &self.manager.volume_turns
+    }
+
+    /// For requests that are held in memory.
+    pub(crate) fn message_budget(&self) -> &Budget {
+        &self.manager.message_budget
+    }
+
     pub(crate) fn settings(&self) -> &Settings {
         self.manager.settings()
     }
@@ -189,25 +200,26 @@ impl Native {
         all.iter().map(NativeSandbox::from).collect()
     }
 
-    /// Those that are on the volume and not among those that are `here`, behind `after`, and how far that goes. At least `enough` of them, if there are so many.
+    /// Those that are on the volume and not among those that are `here`, behind `after`, how far that goes, and which are
+    /// damaged. At least `enough` of them, if there are so many.
     pub(crate) async fn resting(
         &self,
         owner: Option<&str>,
         after: Option<KeptName>,
         enough: usize,
         here: &HashSet<SandboxId>,
-    ) -> Result<(Vec<NativeSandbox>, Option<KeptName>), NativeError> {
-        let Some(checkpoints) = &self.manager.checkpoints else { return Ok((Vec::new(), None)) };
+    ) -> Result<(Vec<NativeSandbox>, Option<KeptName>, Vec<SandboxId>), NativeError> {
+        let Some(checkpoints) = &self.manager.checkpoints else { return Ok((Vec::new(), None, Vec::new())) };
         let looking = checkpoints.resters(owner, after, enough, |id| here.contains(&id));
         let unavailable = |why: String| {
             let message = format!("The volume can't be asked which sandboxes are saved: {why}. Try again later, or leave out saved.");
             NativeError::Because(ErrorCode::VolumeUnavailable, message)
         };
-        let Resters { found, until } = match timeout(LOOK_WITHIN, looking).await {
+        let Resters { found, until, damaged } = match timeout(LOOK_WITHIN, looking).await {
             Ok(looked) => looked.map_err(unavailable)?,
             Err(_) => return Err(unavailable("it takes too long".to_owned())),
         };
-        Ok((found.into_iter().map(NativeSandbox::from).collect(), until))
+        Ok((found.into_iter().map(NativeSandbox::from).collect(), until, damaged))
     }
 
     /// Ends one that nobody is attached to, wherever it is: as a client of it would in memory, and else on the volume. Nobody can have it afterwards.

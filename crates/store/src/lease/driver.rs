@@ -19,7 +19,7 @@ use self::{
     attempt::{Attempt, Composed},
     handle::{Command, Shared, Standing, View},
 };
-use super::{Leases, Moment, tenure::Tenure};
+use super::{Leases, Moment, census::Counted, tenure::Tenure};
 use crate::record::{Changes, Holder, Stored, SwapError};
 
 /// Requests that wait for the one in flight.
@@ -40,6 +40,7 @@ pub(super) struct Driver {
     changes: Changes,
     view: watch::Sender<View>,
     shared: Arc<Shared>,
+    counted: Counted,
 }
 
 /// What a step leaves to do.
@@ -82,6 +83,7 @@ impl Leases {
             changes,
             view,
             shared,
+            counted: self.census.add(counted_from.is_none()),
         };
         (self.spawn)(Box::pin(driver.run()));
         held
@@ -327,8 +329,9 @@ impl Driver {
     }
 
     /// Freezes when it is time, and thaws when it no longer is.
-    fn note_time(&self) {
+    fn note_time(&mut self) {
         let may_act = self.now() < self.tenure.freeze_at(&self.leases.terms);
+        self.counted.set(!may_act);
         self.view.send_if_modified(|view| {
             let standing = if may_act { Standing::Held } else { Standing::Frozen };
             let changed = view.standing != standing;

@@ -20,11 +20,7 @@
 mod files;
 mod watch;
 
-use std::{
-    io,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{io, path::Path, sync::Arc};
 
 use async_trait::async_trait;
 use sandboxer_protocol::SandboxId;
@@ -32,7 +28,7 @@ use sandboxer_protocol::SandboxId;
 pub(crate) use self::files::is_network;
 use self::{files::Files, watch::Watch};
 use super::{Changes, Codec, ReadError, Record, RecordStore, Stored, SwapError};
-use crate::{failpoint::FailPoints, owner::Owner};
+use crate::{Threads, failpoint::FailPoints};
 
 /// How far a write has come; between any two of these a writer may die or stop for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,11 +58,15 @@ pub type StepHook = Arc<dyn Fn(Step) + Send + Sync>;
 
 /// How many of the newest versions are kept.
 const KEEP: u64 = 8;
+/// Threads for the files of one set of records. They do nothing else, so that no other work delays
+/// the renewal of a lease.
+const THREADS: usize = 8;
 
 /// The records below one directory.
 pub struct DirectoryRecords {
     files: Arc<Files>,
     watch: Watch,
+    threads: Threads,
 }
 
 impl DirectoryRecords {
@@ -75,10 +75,9 @@ impl DirectoryRecords {
     /// # Errors
     /// It is not there, or can't be written.
     pub fn open(root: &Path, codec: Codec, points: FailPoints) -> io::Result<Self> {
-        let locks: PathBuf = root.join(crate::layout::locks().as_ref());
-        let owner = Owner::of(&std::fs::metadata(root)?);
-        files::make_directory(owner, &locks)?;
-        Ok(Self { files: Arc::new(Files::new(locks, owner, codec, points)), watch: Watch::default() })
+        // A link to the volume is the operator's, and is followed once.
+        let files = Arc::new(Files::open(root.canonicalize()?, codec, points)?);
+        Ok(Self { files, watch: Watch::default(), threads: Threads::new("records", THREADS) })
     }
 
     /// Calls `hook` at every step.
@@ -94,7 +93,7 @@ impl DirectoryRecords {
         lost: impl FnOnce(String) -> E,
     ) -> Result<T, E> {
         let files = Arc::clone(&self.files);
-        tokio::task::spawn_blocking(move || work(&files)).await.unwrap_or_else(|error| Err(lost(error.to_string())))
+        self.threads.run(move || work(&files)).await.unwrap_or_else(|error| Err(lost(error.to_string())))
     }
 }
 
@@ -124,6 +123,7 @@ impl RecordStore for DirectoryRecords {
     }
 
     fn changes(&self, id: SandboxId) -> Changes {
-        self.watch.subscribe(&self.files.versions(id)).map_or_else(Changes::none, Changes::from_counter)
+        let dir = self.files.versions(id).ok().flatten();
+        dir.and_then(|dir| self.watch.subscribe(dir.path())).map_or_else(Changes::none, Changes::from_counter)
     }
 }

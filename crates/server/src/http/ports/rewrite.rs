@@ -1,6 +1,6 @@
 //! What changes in requests and answers that pass through a port.
 
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 
 /// What stands before every path of the program inside, as it is seen from outside.
 #[derive(Debug)]
@@ -72,6 +72,25 @@ pub(super) fn remove_cookie(headers: &mut HeaderMap, name: &str) {
         && !rest.is_empty()
     {
         headers.insert(header::COOKIE, rest);
+    }
+}
+
+/// Leaves a referer only where it is a page of the same port, and without the link in it.
+pub(super) fn own_referer(headers: &mut HeaderMap, prefix: &Prefix, link: &str) {
+    let Some(referer) = headers.remove(header::REFERER) else { return };
+    let own = || {
+        let referer: Uri = referer.to_str().ok()?.parse().ok()?;
+        let (from, host) = (referer.authority()?, headers.get(header::HOST)?.to_str().ok()?);
+        let below = referer.path().strip_prefix(prefix.text())?;
+        if !from.as_str().eq_ignore_ascii_case(host) || !(below.is_empty() || below.starts_with('/')) {
+            return None;
+        }
+        let (_, query) = without_parameter(referer.query(), link);
+        let query = query.map(|query| format!("?{query}")).unwrap_or_default();
+        HeaderValue::from_str(&format!("{}://{from}{}{query}", referer.scheme_str()?, referer.path())).ok()
+    };
+    if let Some(own) = own() {
+        headers.insert(header::REFERER, own);
     }
 }
 
@@ -175,6 +194,21 @@ mod tests {
             let mut said = headers(&[("location", elsewhere)]);
             response(&mut said, &prefix);
             assert_eq!(said[header::LOCATION], elsewhere);
+        }
+    }
+
+    #[test]
+    fn a_referer_stays_within_its_port_and_without_a_link() {
+        let prefix = Prefix::new("/p/8000".to_owned());
+        let passed = |referer: &str| {
+            let mut all = headers(&[("host", "here:80"), ("referer", referer)]);
+            own_referer(&mut all, &prefix, "link");
+            all.get(header::REFERER).map(|referer| referer.to_str().unwrap().to_owned())
+        };
+        assert_eq!(passed("http://here:80/p/8000/a?link=x&b=c").as_deref(), Some("http://here:80/p/8000/a?b=c"));
+        assert_eq!(passed("http://here:80/p/8000/?link=x").as_deref(), Some("http://here:80/p/8000/"));
+        for other in ["http://here:80/p/80001/a", "http://here:80/", "http://there/p/8000/a", "http://here:80/p/8000", "nonsense"] {
+            assert!(passed(other).is_none_or(|passed| passed == "http://here:80/p/8000"), "{other}");
         }
     }
 

@@ -1,21 +1,27 @@
 //! How every request begins: who asks, of what, with which words, and whether it was asked before.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     body::Bytes,
     extract::{FromRequest, FromRequestParts, Query, RawPathParams, Request},
-    http::{HeaderMap, request::Parts},
+    http::{HeaderMap, StatusCode, header, request::Parts},
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use tokio::time::timeout;
 
 use super::{
     Api, ApiError,
     idempotency::{Answer, Waiting},
     known, request,
 };
-use crate::http::access::Owner;
+use crate::{http::access::Owner, shares::Held};
+
+/// A body up to this size takes no room from the budget of its key.
+const FREE_BODY_BYTES: usize = 16 * 1024;
+/// How long a larger one waits for room.
+const ROOM_WITHIN: Duration = Duration::from_secs(30);
 
 /// Who asks, and of what: the one part of the address that varies, or nothing.
 pub(super) struct Of {
@@ -83,11 +89,24 @@ impl<B: DeserializeOwned> FromRequest<Arc<Api>> for Post<B> {
         let (mut parts, body) = request.into_parts();
         let of = Of::from_request_parts(&mut parts, api).await?;
         let (path, headers) = (parts.uri.path().to_owned(), parts.headers.clone());
+        let _room = room_for(&parts, api, of.who()).await?;
         let fields = request::fields(Bytes::from_request(Request::from_parts(parts, body), api).await)?;
         let fingerprint = format!("{path} {}", Value::Object(fields.clone()));
         let later = request::wants_async(&headers);
         Ok(Self { job: Job { of, asked: typed(fields)?, later, waiting: Waiting::default() }, headers, fingerprint })
     }
+}
+
+/// Room for a body that is read whole, until it is parsed. A small one needs none.
+async fn room_for(parts: &Parts, api: &Api, owner: Option<&str>) -> Result<Option<Held>, ApiError> {
+    let announced = parts.headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+    let bytes = announced.unwrap_or(super::MAX_BODY_BYTES).min(super::MAX_BODY_BYTES);
+    if bytes <= FREE_BODY_BYTES {
+        return Ok(None);
+    }
+    let room = api.native.message_budget().take(owner, u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX));
+    let busy = |_| ApiError::new(StatusCode::TOO_MANY_REQUESTS, "rate_limited", "Too much is being sent to this server. Try again later.");
+    timeout(ROOM_WITHIN, room).await.map(Some).map_err(busy)
 }
 
 impl<B> Post<B> {

@@ -23,10 +23,11 @@ mod snapshots;
 mod stubs;
 mod travel;
 mod tree;
+mod turns;
 
 use std::sync::Arc;
 
-use axum::{Router, extract::DefaultBodyLimit, routing::any};
+use axum::{Router, extract::DefaultBodyLimit, middleware, routing::any};
 use utoipa::OpenApi as _;
 use utoipa_axum::{router::OpenApiRouter, routes};
 
@@ -99,5 +100,6 @@ pub(super) fn router<S>(api: Arc<Api>) -> Router<S> {
         .route("/v1/{*rest}", any(async || ApiError::no_address()))
         .method_not_allowed_fallback(async || ApiError::method_not_allowed())
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(middleware::from_fn_with_state(Arc::clone(&api), turns::taken))
         .with_state(api)
 }

@@ -15,7 +15,7 @@ use super::{ApiError, known};
 pub(super) fn fields(body: Result<Bytes, BytesRejection>) -> Result<Map<String, Value>, ApiError> {
     let body = body.map_err(|rejection| match rejection.status() {
         StatusCode::PAYLOAD_TOO_LARGE => ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", "The request is too large."),
-        _ => ApiError::bad("The body of the request could not be read."),
+        _ => ApiError::bad(format!("The body of the request could not be read: {}.", rejection.body_text())),
     })?;
     if body.iter().all(u8::is_ascii_whitespace) {
         return Ok(Map::new());

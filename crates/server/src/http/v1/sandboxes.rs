@@ -90,17 +90,20 @@ pub(super) async fn list(
 ) -> Result<Json<List<SandboxObject>>, ApiError> {
     let here = of.api.native.list(of.who());
     // After those that are here: one that comes or goes meanwhile is told of once.
-    let (resting, until) = if query.saved()? { resting(&of, &page, &here).await? } else { (Vec::new(), None) };
+    let (resting, until, damaged) = if query.saved()? { resting(&of, &page, &here).await? } else { Default::default() };
     let native = here.into_iter().chain(resting).map(|sandbox| SandboxObject::native(sandbox, None));
     let others = of.api.workspaces.sandboxes(of.who()).await?.into_iter().map(SandboxObject::from);
     let position = |object: &SandboxObject| -> Position { (object.created_at.as_nanosecond(), object.id.clone()) };
     let mut list = page.of_those_until(native.chain(others).map(|object| (position(&object), object)).collect(), until)?;
     list.warnings = warnings(&of.api).await;
+    list.warnings.extend(damaged.iter().map(|id| format!("What the volume has of sandbox {id} is damaged, so it is not listed.")));
     Ok(Json(list))
 }
 
-/// Those on the volume that a page may have, and how far they were looked for.
-async fn resting(of: &Of, page: &PageQuery, here: &[NativeSandbox]) -> Result<(Vec<NativeSandbox>, Option<Position>), ApiError> {
+type Resting = (Vec<NativeSandbox>, Option<Position>, Vec<SandboxId>);
+
+/// Those on the volume that a page may have, how far they were looked for, and which are damaged.
+async fn resting(of: &Of, page: &PageQuery, here: &[NativeSandbox]) -> Result<Resting, ApiError> {
     let after = match page.after()? {
         Some((time, id)) => {
             let id = id.parse().map_err(|_| PageQuery::bad_cursor())?;
@@ -110,8 +113,8 @@ async fn resting(of: &Of, page: &PageQuery, here: &[NativeSandbox]) -> Result<(V
         None => None,
     };
     let here: HashSet<SandboxId> = here.iter().map(|sandbox| sandbox.id).collect();
-    let (resting, until) = of.api.native.resting(of.who(), after, page.limit()?, &here).await?;
-    Ok((resting, until.map(|until| (i128::from(until.made_ns()), until.id().to_string()))))
+    let (resting, until, damaged) = of.api.native.resting(of.who(), after, page.limit()?, &here).await?;
+    Ok((resting, until.map(|until| (i128::from(until.made_ns()), until.id().to_string())), damaged))
 }
 
 /// Whoever lists is told that the list may lack something.

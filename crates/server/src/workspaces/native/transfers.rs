@@ -11,9 +11,9 @@ use tokio::time::timeout;
 
 use super::{Native, NativeError};
 use crate::{
-    file_turns::Turn,
     manager::Handle,
     sandbox::transfers::{Ends, NotDone, Push, Word, order},
+    shares::Share,
 };
 
 /// What has to be passed on before the sandbox is told.
@@ -39,7 +39,7 @@ pub(crate) struct Going {
     told: u64,
     /// How much must have been taken before the sandbox is told.
     tell: u64,
-    _turn: Option<Turn>,
+    _turn: Option<Share>,
 }
 
 /// What a file is that was opened.
@@ -65,7 +65,7 @@ impl Native {
 
 impl Going {
     /// Begins something with a file of this sandbox; a turn is given back when it is over.
-    pub(crate) async fn begin(handle: &Handle, ask: FileAsk, turn: Turn) -> Result<Self, Broken> {
+    pub(crate) async fn begin(handle: &Handle, ask: FileAsk, turn: Share) -> Result<Self, Broken> {
         // What watches waits for this to be told of every piece.
         let tell = if matches!(ask, FileAsk::Watch { .. }) { 1 } else { TELL_BYTES };
         let (order, ends) = order(ask);
@@ -75,7 +75,7 @@ impl Going {
         Ok(Self::new(ends, tell, Some(turn)))
     }
 
-    fn new(ends: Ends, tell: u64, turn: Option<Turn>) -> Self {
+    fn new(ends: Ends, tell: u64, turn: Option<Share>) -> Self {
         Self { ends, taken: 0, told: 0, tell, _turn: turn }
     }
 

@@ -1,19 +1,20 @@
 //! The blocking work on the files of one record. Everything here runs off the async threads.
 
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{self, File},
     io::{self, ErrorKind, Read as _, Write as _},
-    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
 };
 
-use nix::{libc, sys::statfs};
+use nix::sys::statfs;
 use sandboxer_protocol::SandboxId;
 use uuid::Uuid;
 
 use super::{KEEP, Step, StepHook};
 use crate::{
+    beneath::{self, Dir},
     failpoint::{FailPoints, Kind, Stage},
     owner::Owner,
     record::{BadRecord, Codec, MAX_RECORD_BYTES, ReadError, Record, Stored, SwapError, Tag},
@@ -31,7 +32,7 @@ const STALE_VIEW: Duration = Duration::from_secs(120);
 const MAX_TRIES: usize = 64;
 
 pub(super) struct Files {
-    locks: PathBuf,
+    root: PathBuf,
     owner: Owner,
     /// Which directory that was when it was opened; none if that could not be found out.
     inode: Option<u64>,
@@ -55,15 +56,19 @@ impl Names {
 }
 
 impl Files {
-    pub(super) fn new(locks: PathBuf, owner: Owner, codec: Codec, points: FailPoints) -> Self {
-        let stale_views = is_network(&locks);
-        let inode = fs::metadata(&locks).ok().map(|meta| meta.ino());
-        Self { locks, owner, inode, codec, points, hook: None, stale_views }
+    /// Makes the directory of records if it is missing.
+    pub(super) fn open(root: PathBuf, codec: Codec, points: FailPoints) -> io::Result<Self> {
+        let top = beneath::open_root(&root)?;
+        let owner = Owner::of(&top.metadata()?);
+        make_directory(owner, &top.at(locks_name()))?;
+        let stale_views = is_network(top.path());
+        let inode = beneath::open_below(&root, &locks_name())?.metadata().ok().map(|meta| meta.ino());
+        Ok(Self { root, owner, inode, codec, points, hook: None, stale_views })
     }
 
     pub(super) fn hooked(&self, hook: StepHook) -> Self {
         Self {
-            locks: self.locks.clone(),
+            root: self.root.clone(),
             owner: self.owner,
             inode: self.inode,
             codec: self.codec.clone(),
@@ -73,21 +78,26 @@ impl Files {
         }
     }
 
-    pub(super) fn versions(&self, id: SandboxId) -> PathBuf {
-        self.locks.join(format!("{id}{VERSIONS}"))
+    fn locks(&self) -> io::Result<Dir> {
+        beneath::open_below(&self.root, &locks_name())
     }
 
-    fn copy(&self, id: SandboxId) -> PathBuf {
-        self.locks.join(format!("{id}{COPY}"))
+    /// The versions of a record; none if it has none.
+    pub(super) fn versions(&self, id: SandboxId) -> io::Result<Option<Dir>> {
+        match beneath::open_below(&self.root, &locks_name().join(versions_name(id))) {
+            Ok(dir) => Ok(Some(dir)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     pub(super) fn read(&self, id: SandboxId) -> Result<Option<Stored>, ReadError> {
-        let dir = self.versions(id);
         for _ in 0..MAX_TRIES {
-            let Some(newest) = names(&dir).map_err(unreadable)?.newest() else { return self.still_here().map(|()| None) };
+            let Some(dir) = self.versions(id).map_err(unreadable)? else { return self.still_here().map(|()| None) };
+            let Some(newest) = names(dir.path()).map_err(unreadable)?.newest() else { return self.still_here().map(|()| None) };
             let Some(file) = open_version(&dir, newest).map_err(unreadable)? else { continue };
             let record = self.decode(id, newest, &file)?;
-            self.finish_copy(id, newest, &file);
+            self.finish_copy(id, newest, &file, &dir);
             return Ok(Some(Stored { record, tag: Tag::default() }));
         }
         Err(ReadError::Unavailable("its newest version is gone whenever it is opened".to_owned()))
@@ -96,7 +106,8 @@ impl Files {
     /// That a record is not there means something only where the records are. A volume that is not mounted, or another in its place, has
     /// none: whoever took that for an answer would end every sandbox.
     fn still_here(&self) -> Result<(), ReadError> {
-        let there = fs::metadata(&self.locks).map_err(|error| ReadError::Unavailable(format!("the volume is not there: {error}")))?;
+        let there = self.locks().and_then(|locks| locks.metadata());
+        let there = there.map_err(|error| ReadError::Unavailable(format!("the volume is not there: {error}")))?;
         match self.inode {
             Some(inode) if inode != there.ino() => Err(ReadError::Unavailable("another volume is in its place".to_owned())),
             _ => Ok(()),
@@ -105,13 +116,13 @@ impl Files {
 
     pub(super) fn create(&self, id: SandboxId, first: &Record) -> Result<Stored, SwapError> {
         follows(0, first)?;
-        let dir = self.versions(id);
         let unwritten = |error: io::Error| SwapError::Unavailable(error.to_string());
-        make_directory(self.owner, &dir).map_err(unwritten)?;
-        sync_directory(&self.locks).map_err(unwritten)?;
+        let locks = self.locks().map_err(unwritten)?;
+        make_directory(self.owner, &locks.at(versions_name(id))).map_err(unwritten)?;
+        locks.sync().map_err(unwritten)?;
         let stored = self.link_next(id, None, first)?;
         // The copy's name is what makes the sandbox visible to people: durable from the start.
-        sync_directory(&self.locks).map_err(|error| SwapError::Unknown(error.to_string()))?;
+        locks.sync().map_err(|error| SwapError::Unknown(error.to_string()))?;
         Ok(stored)
     }
 
@@ -121,7 +132,6 @@ impl Files {
     }
 
     fn link_next(&self, id: SandboxId, expected: Option<&Stored>, next: &Record) -> Result<Stored, SwapError> {
-        let dir = self.versions(id);
         let bytes = self.codec.encode(id, next)?;
         let publishes = next.latest.is_some() && next.latest != expected.and_then(|expected| expected.record.latest);
         let kind = if publishes { Kind::Publish } else { Kind::Record };
@@ -135,9 +145,14 @@ impl Files {
         if !as_expected {
             return settle(there, next);
         }
+        let refused = |error: io::Error| SwapError::Unavailable(error.to_string());
+        // Without a directory there is no version of it any more: the collection was first.
+        let Some(open) = self.versions(id).map_err(refused)? else { return settle(self.read_back(id)?, next) };
+        let locks = self.locks().map_err(refused)?;
+        let dir = open.path();
         let unfinished = dir.join(format!("{}.{}{UNFINISHED}", next.sequence, Uuid::new_v4().simple()));
         let written = self
-            .write_somehow(kind, &dir, &unfinished, &bytes)
+            .write_somehow(kind, dir, &unfinished, &bytes)
             .and_then(|()| fs::hard_link(&unfinished, dir.join(version_name(next.sequence))));
         if let Err(error) = written {
             let _ = fs::remove_file(&unfinished);
@@ -152,7 +167,7 @@ impl Files {
         }
         let unknown = |error: io::Error| SwapError::Unknown(error.to_string());
         self.step(kind, Step::Linked).map_err(unknown)?;
-        let names = names(&dir).map_err(unknown)?;
+        let names = names(dir).map_err(unknown)?;
         if names.newest() > Some(next.sequence) {
             let _ = fs::remove_file(&unfinished);
             return Err(SwapError::Unknown("overtaken by a later version".to_owned()));
@@ -162,14 +177,14 @@ impl Files {
             let _ = fs::remove_file(&unfinished);
             return Err(SwapError::Conflict(None));
         }
-        sync_directory(&dir).map_err(unknown)?;
+        sync_directory(dir).map_err(unknown)?;
         self.step(kind, Step::Settled).map_err(unknown)?;
         // From here on the swap has happened, whatever becomes of the copy and of what is old.
-        if fs::rename(&unfinished, self.copy(id)).is_err() {
+        if fs::rename(&unfinished, locks.at(copy_name(id))).is_err() {
             let _ = fs::remove_file(&unfinished);
         }
         if self.step(kind, Step::Copied).is_ok() {
-            self.clean(kind, &dir, &names);
+            self.clean(kind, dir, &names);
         }
         Ok(Stored { record: next.clone(), tag: Tag::default() })
     }
@@ -218,17 +233,20 @@ impl Files {
 
     /// The copy goes first and last: a writer that was stopped before its rename may have put it there again, until its directory is gone.
     fn erase(&self, id: SandboxId) -> io::Result<()> {
-        let (dir, copy) = (self.versions(id), self.copy(id));
+        let locks = self.locks()?;
+        let copy = locks.at(copy_name(id));
         gone(fs::remove_file(&copy))?;
         for _ in 0..MAX_TRIES {
-            let names = names(&dir)?;
+            let Some(open) = self.versions(id)? else { break };
+            let dir = open.path();
+            let names = names(dir)?;
             for sequence in names.versions {
                 gone(fs::remove_file(dir.join(version_name(sequence))))?;
             }
             for (_, path) in names.unfinished {
                 gone(fs::remove_file(path))?;
             }
-            match fs::remove_dir(&dir) {
+            match fs::remove_dir(locks.at(versions_name(id))) {
                 Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
                 other => {
                     gone(other)?;
@@ -237,12 +255,12 @@ impl Files {
             }
         }
         gone(fs::remove_file(&copy))?;
-        sync_directory(&self.locks)
+        locks.sync()
     }
 
     pub(super) fn list(&self, after: Option<SandboxId>, limit: usize) -> Result<Vec<SandboxId>, ReadError> {
         let mut found = std::collections::BTreeSet::new();
-        for entry in fs::read_dir(&self.locks).map_err(unreadable)? {
+        for entry in fs::read_dir(self.locks().map_err(unreadable)?.path()).map_err(unreadable)? {
             let name = entry.map_err(unreadable)?.file_name();
             let id = name.to_str().and_then(|name| name.strip_suffix(VERSIONS)).and_then(|id| id.parse::<SandboxId>().ok());
             let Some(id) = id.filter(|id| after.is_none_or(|after| *id > after)) else { continue };
@@ -272,9 +290,9 @@ impl Files {
     }
 
     /// Puts the copy right for a writer that died before it did.
-    fn finish_copy(&self, id: SandboxId, newest: u64, version: &File) {
-        let Ok(version) = version.metadata() else { return };
-        let copy = self.copy(id);
+    fn finish_copy(&self, id: SandboxId, newest: u64, version: &File, dir: &Dir) {
+        let (Ok(version), Ok(locks)) = (version.metadata(), self.locks()) else { return };
+        let copy = locks.at(copy_name(id));
         if fs::symlink_metadata(&copy).is_ok_and(|copy| copy.ino() == version.ino()) {
             return;
         }
@@ -282,9 +300,8 @@ impl Files {
         if age.is_some_and(|age| age < FINISH_AFTER) {
             return;
         }
-        let dir = self.versions(id);
-        let unfinished = dir.join(format!("{newest}.{}{UNFINISHED}", Uuid::new_v4().simple()));
-        if fs::hard_link(dir.join(version_name(newest)), &unfinished).is_ok() && fs::rename(&unfinished, copy).is_err() {
+        let unfinished = dir.at(format!("{newest}.{}{UNFINISHED}", Uuid::new_v4().simple()));
+        if fs::hard_link(dir.at(version_name(newest)), &unfinished).is_ok() && fs::rename(&unfinished, copy).is_err() {
             let _ = fs::remove_file(&unfinished);
         }
     }
@@ -340,6 +357,18 @@ fn settle(there: Option<Stored>, wanted: &Record) -> Result<Stored, SwapError> {
     }
 }
 
+fn locks_name() -> PathBuf {
+    crate::layout::locks().as_ref().into()
+}
+
+fn versions_name(id: SandboxId) -> String {
+    format!("{id}{VERSIONS}")
+}
+
+fn copy_name(id: SandboxId) -> String {
+    format!("{id}{COPY}")
+}
+
 fn version_name(sequence: u64) -> String {
     format!("{sequence:020}")
 }
@@ -365,11 +394,9 @@ fn names(dir: &Path) -> io::Result<Names> {
 }
 
 /// A version, if it is still there. Nothing that a volume may hold in its place blocks or leads elsewhere.
-fn open_version(dir: &Path, sequence: u64) -> io::Result<Option<File>> {
-    let opened = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(dir.join(version_name(sequence)));
-    match opened {
+fn open_version(dir: &Dir, sequence: u64) -> io::Result<Option<File>> {
+    match dir.open_file(version_name(sequence)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Ok(file) if !file.metadata()?.is_file() => Err(io::Error::new(ErrorKind::InvalidData, "a version is no regular file")),
         opened => opened.map(Some),
     }
 }

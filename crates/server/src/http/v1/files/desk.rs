@@ -15,10 +15,7 @@ use sandboxer_protocol::{
     limits::{MAX_CONTROL_BYTES, MAX_FILE_LIST, MAX_FILE_TRANSFERS},
 };
 use serde_json::{Map, Value, json};
-use tokio::{
-    sync::{OwnedSemaphorePermit, mpsc},
-    time::timeout_at,
-};
+use tokio::{sync::mpsc, time::timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
 use self::moving::{Download, Key, Upload};
@@ -29,7 +26,7 @@ use super::{
     object::object,
     query,
 };
-use crate::{file_turns::FileTurns, manager::Handle};
+use crate::{file_turns::FileTurns, manager::Handle, sandbox::client::MessageRoom};
 
 /// Requests that may wait; more are refused.
 const WAITING: usize = 64;
@@ -38,7 +35,7 @@ const MAX_READ_BYTES: u64 = 1024 * 1024;
 /// Changes that are told in one message.
 const CHANGES_AT_ONCE: usize = 256;
 
-type Order = (FileRequest, Option<OwnedSemaphorePermit>);
+type Order = (FileRequest, Option<MessageRoom>);
 
 /// Where a connection hands in what it asks of files.
 pub(in crate::http) struct FileDesk {
@@ -59,7 +56,7 @@ impl FileDesk {
         (Self { orders, answers, _task: task }, answered)
     }
 
-    pub(in crate::http) async fn take(&self, request: FileRequest, room: Option<OwnedSemaphorePermit>) {
+    pub(in crate::http) async fn take(&self, request: FileRequest, room: Option<MessageRoom>) {
         if let Err(mpsc::error::TrySendError::Full((request, _))) = self.orders.try_send((request, room)) {
             let message = format!("More than {WAITING} requests wait. Wait for answers.");
             let error = FileError { code: "rate_limited".to_owned(), message };
