@@ -410,7 +410,7 @@ async fn a_saved_sandbox_that_is_deleted_is_gone_for_everybody() {
     for (server, id) in [&a, &b].into_iter().flat_map(|server| deleted.iter().map(move |id| (server, id))) {
         let path = format!("/v1/sandboxes/{id}");
         // The instance that has saved and released it may still be clearing up when another one deletes it.
-        sandboxer_e2e::eventually("it is gone", sandboxer_e2e::DEADLINE, || server.get(&path).status == 404).await;
+        sandboxer_e2e::eventually("it is gone", sandboxer_e2e::DEADLINE, || matches!(server.get(&path).status, 404 | 410)).await;
         assert_eq!(server.api(None, "DELETE", &path, &json!(null)).0, 404);
         let mut ws = Ws::open(server, &format!("/attach/{id}")).await;
         ws.expect_status("SANDBOX_RESTORING").await;
@@ -431,7 +431,7 @@ async fn what_another_instance_runs_without_a_client_is_deleted_by_way_of_it() {
     assert_eq!(b.api(None, "DELETE", &format!("/v1/sandboxes/{id}"), &json!(null)).0, 204);
     sandboxer_e2e::eventually("it runs no longer", sandboxer_e2e::DEADLINE, || a.sandbox_processes().is_empty()).await;
     for server in [&a, &b] {
-        let gone = || server.get(&format!("/v1/sandboxes/{id}")).status == 404;
+        let gone = || matches!(server.get(&format!("/v1/sandboxes/{id}")).status, 404 | 410);
         sandboxer_e2e::eventually("it is gone", sandboxer_e2e::DEADLINE, gone).await;
     }
 }

@@ -162,7 +162,7 @@ async fn a_native_sandbox_is_made_listed_used_and_removed_by_the_same_calls() {
     ws.expect_alive().await;
     drop(ws);
     eventually("nobody is attached", DEADLINE, || ask(&server, "DELETE", &path, &Value::Null).0 == 204).await;
-    refused(&server, "GET", &path, &Value::Null, 404, "not_found");
+    refused(&server, "GET", &path, &Value::Null, 410, "gone");
     let profile = made(&server, "/v1/sandboxes", &json!({ "profile": "profile.gvisor", "inputs": { "memory_mb": "256" } }));
     assert_eq!(ids(&get(&server, "/v1/sandboxes")), [id(&profile)]);
     refused(&server, "POST", "/v1/sandboxes", &json!({ "limits": { "memory_mb": 1_u64 << 40 } }), 422, "limit_too_high");
