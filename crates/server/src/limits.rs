@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     fn resolve(request: LimitsRequest) -> Result<Limits, ErrorCode> {
-        Limits::resolve(&request, &Limits::default(), &Limits { memory_mb: 2048, cpus: 2.0, pids: 512, disk_mb: 1024 })
+        Limits::resolve(&request, &Limits::default(), &Limits { memory_mb: 4096, cpus: 2.0, pids: 512, disk_mb: 2048 })
             .map_err(|error| error.code)
     }
 
@@ -114,7 +114,7 @@ mod tests {
         let asked = resolve(LimitsRequest { pids: Some(300), ..LimitsRequest::default() }).unwrap();
         assert_eq!(asked, Limits { pids: 300, ..Limits::default() });
         for request in [
-            LimitsRequest { memory_mb: Some(2049), ..LimitsRequest::default() },
+            LimitsRequest { memory_mb: Some(4097), ..LimitsRequest::default() },
             LimitsRequest { cpus: Some(2.5), ..LimitsRequest::default() },
             LimitsRequest { pids: Some(513), ..LimitsRequest::default() },
             LimitsRequest { disk_mb: Some(u64::MAX), ..LimitsRequest::default() },
@@ -136,8 +136,8 @@ mod tests {
         let small = Limits { memory_mb: 512, cpus: 0.5, pids: 64, disk_mb: 8192 };
         let limits = Limits::resolve(&LimitsRequest::default(), &Limits::default(), &small).unwrap();
         assert_eq!(limits, Limits { disk_mb: 409, ..small });
-        assert_eq!(resolve(LimitsRequest { disk_mb: Some(1000), ..LimitsRequest::default() }), Err(ErrorCode::InvalidField));
-        assert!(resolve(LimitsRequest { disk_mb: Some(1000), memory_mb: Some(2000), ..LimitsRequest::default() }).is_ok());
+        assert_eq!(resolve(LimitsRequest { disk_mb: Some(1700), ..LimitsRequest::default() }), Err(ErrorCode::InvalidField));
+        assert!(resolve(LimitsRequest { disk_mb: Some(1700), memory_mb: Some(2200), ..LimitsRequest::default() }).is_ok());
     }
 
     #[test]
