@@ -35,8 +35,9 @@ async fn with_keys_on_everything_but_health_needs_one(user: User) {
         assert_eq!(get(path, &upgrade(&[("Authorization", "Bearer wrong")])), 401, "{path}");
         assert_eq!(get(path, &upgrade(&[("X-API-Key", "")])), 401, "{path}");
     }
-    assert_eq!(get("/metrics", &[("Authorization", &format!("Bearer {KEY}"))]), 200);
-    assert_eq!(get("/metrics", &[("X-API-Key", KEY)]), 200);
+    assert_eq!(get("/v1/sandboxes", &[("Authorization", &format!("Bearer {KEY}"))]), 200);
+    assert_eq!(get("/v1/sandboxes", &[("X-API-Key", KEY)]), 200);
+    assert_eq!(get("/metrics", &[("X-API-Key", KEY)]), 403, "the numbers tell of the other key too");
 }
 
 async fn an_attach_needs_the_key_that_made_it_or_the_token(user: User) {

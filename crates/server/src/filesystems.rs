@@ -365,12 +365,9 @@ pub(crate) fn unreadable(error: &Error) -> Refusal {
 }
 
 fn code_of(error: &Error) -> ErrorCode {
-    // A full volume answers.
-    if error.action() == Action::Unavailable && !error.is_full() {
-        ErrorCode::VolumeUnavailable
-    } else {
-        ErrorCode::FilesystemSnapshotFailed
-    }
+    // A volume answers that is full, or on which this key has no room left.
+    let no_room = error.is_full() || matches!(error, Error::Quota { .. });
+    if error.action() == Action::Unavailable && !no_room { ErrorCode::VolumeUnavailable } else { ErrorCode::FilesystemSnapshotFailed }
 }
 
 /// The fault of a snapshot in words, with what to do about it.

@@ -58,8 +58,9 @@ use crate::{
     tenants::Tenants,
 };
 
-/// Connections to ports of sandboxes that are carried as they are, at once.
-const MAX_PORT_SOCKETS: usize = 2000;
+/// Connections to ports that are carried as they are, at once: to the sandboxes of one key. All keys
+/// together have twice as many.
+const MAX_PORT_SOCKETS_OF_A_KEY: u64 = 1000;
 /// WebSockets of clients at once, of one API key and of a server without keys.
 const MAX_SOCKETS_OF_A_KEY: u64 = 2500;
 const MAX_SOCKETS: u64 = 5000;
@@ -104,7 +105,7 @@ pub(crate) struct Manager {
     /// Every WebSocket holds a token of it for as long as it is open.
     pub(crate) sockets: TaskTracker,
     /// Connections to ports that were upgraded, and their places: not among those, so that they keep no client of a sandbox out. They end with the process.
-    pub(crate) port_sockets: (TaskTracker, Arc<Semaphore>),
+    pub(crate) port_sockets: (TaskTracker, Shares),
     stop: watch::Sender<Option<Stop>>,
     /// Who may be saved now that the server stops.
     turns: Arc<Semaphore>,
@@ -158,7 +159,7 @@ impl Manager {
             volume_turns: Budget::new(VOLUME_TURNS),
             message_budget: Budget::new(MESSAGES_KIB),
             sockets: TaskTracker::new(),
-            port_sockets: (TaskTracker::new(), Arc::new(Semaphore::new(MAX_PORT_SOCKETS))),
+            port_sockets: (TaskTracker::new(), Shares::new(MAX_PORT_SOCKETS_OF_A_KEY)),
             stop: watch::Sender::new(None),
             turns: Arc::new(Semaphore::new(leave::saves_at_once())),
             taking_up: watch::Sender::default(),

@@ -41,6 +41,8 @@ const KEEPALIVE_EVERY: Duration = Duration::from_secs(10);
 const KEEPALIVE_TRIES: u32 = 3;
 /// How long a client may take to send its request.
 const HEADERS_WITHIN: Duration = Duration::from_secs(10);
+/// The largest head of a request. A connection holds as much while its head is not whole.
+const MAX_HEAD_BYTES: usize = 64 * 1024;
 /// How long connections may take to close once the sandboxes have ended.
 const CONNECTIONS_GRACE: Duration = Duration::from_secs(3);
 /// Connections at once to where only metrics are served. Beyond this new ones wait in the kernel.
@@ -237,6 +239,7 @@ where
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADERS_WITHIN)
+        .max_buf_size(MAX_HEAD_BYTES)
         .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     tokio::pin!(connection);

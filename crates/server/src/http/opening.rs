@@ -241,12 +241,17 @@ async fn first_message(socket: &mut WebSocket) -> Result<First, axum::Error> {
                 return Ok(First::Gone);
             }
             message => match socket::read(&message) {
-                Some(FromClient::Request(Request::Configure(config))) => return Ok(First::Config(config, Early::default())),
+                Some(FromClient::Request(Request::Configure(config))) => {
+                    // The configuration is read: its room must not wait for the client's next message.
+                    drop(socket.ledger().take());
+                    return Ok(First::Config(config, Early::default()));
+                }
                 Some(FromClient::Bad(bad)) if bad.about == About::Configuration => {
                     return Ok(First::Refused(CreateError::new(bad.code, bad.message)));
                 }
                 // It says nothing about the sandbox; what may come is still waited for.
                 Some(FromClient::Bad(bad)) if bad.about == About::Other => {
+                    drop(socket.ledger().take());
                     send(socket, &ServerEvent::Error(ErrorEvent::new(bad.code, bad.message))).await?;
                 }
                 Some(other) => {

@@ -23,7 +23,6 @@ use sandboxer_protocol::{SandboxId, agent::TunnelFault};
 use subtle::ConstantTimeEq as _;
 use tokio::{
     io::{AsyncRead, AsyncWrite, copy_bidirectional},
-    sync::OwnedSemaphorePermit,
     time::timeout,
 };
 use tokio_util::task::AbortOnDropHandle;
@@ -37,6 +36,7 @@ use crate::{
         streams::NoWay,
         tunnel::{TunnelStream, Watch},
     },
+    shares::Share,
 };
 
 /// The parameter that carries a link, and the name of the cookie that then does.
@@ -167,13 +167,13 @@ async fn serve(manager: &Arc<Manager>, id: SandboxId, port: u16, by: By, mut req
     let Ok(target) = target.parse::<Uri>() else { return no_such() };
     let place = match &upgrade {
         None => None,
-        Some(_) => match Arc::clone(&manager.port_sockets.1).try_acquire_owned() {
-            Ok(place) => Some(place),
-            Err(_) => {
+        Some(_) => match manager.port_sockets.1.take(handle.owner.as_deref(), 1) {
+            Some(place) => Some(place),
+            None => {
                 return error(
                     StatusCode::SERVICE_UNAVAILABLE,
                     "too_many",
-                    "This server carries as many connections to ports as it can. Try again later.",
+                    "This key, or this server, has as many connections to ports as it can. Try again later.",
                 );
             }
         },
@@ -332,12 +332,7 @@ fn clean(manager: &Manager, request: &mut Request, prefix: &Prefix, upgrade: Opt
 }
 
 /// Asks the program inside, and carries what comes of it.
-async fn pass_on(
-    manager: &Arc<Manager>,
-    stream: TunnelStream,
-    mut request: Request,
-    place: Option<OwnedSemaphorePermit>,
-) -> Result<Response, String> {
+async fn pass_on(manager: &Arc<Manager>, stream: TunnelStream, mut request: Request, place: Option<Share>) -> Result<Response, String> {
     let failed = |error: hyper::Error| error.to_string();
     let upgraded: OnUpgrade = hyper::upgrade::on(&mut request);
     let (watch, carried) = (stream.watch(), stream.watch());
@@ -370,7 +365,7 @@ async fn pass_on(
 }
 
 /// The connection as it is.
-fn raw(manager: &Arc<Manager>, stream: TunnelStream, request: &mut Request, place: Option<OwnedSemaphorePermit>) -> Response {
+fn raw(manager: &Arc<Manager>, stream: TunnelStream, request: &mut Request, place: Option<Share>) -> Response {
     let upgraded = hyper::upgrade::on(request);
     let watch = stream.watch();
     manager.port_sockets.0.spawn(async move {

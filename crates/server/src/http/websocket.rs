@@ -35,6 +35,12 @@ use crate::shares::{Budget, Held};
 const FREE_BYTES: u64 = 16 * 1024;
 /// The size of one read.
 const READ_BYTES: usize = 16 * 1024;
+/// The most that waits to be sent on one socket: more than the largest message of the server.
+const MAX_UNSENT_BYTES: usize = 4 << 20;
+/// Control frames that are read while the client takes nothing: each may have to be answered.
+const MAX_UNANSWERED: u32 = 64;
+/// The largest payload of a control frame, by the protocol.
+const MAX_CONTROL_BYTES: u64 = 125;
 /// Messages smaller than this wait for each other until they are flushed.
 const SMALL_MESSAGES_BYTES: usize = 4096;
 
@@ -79,6 +85,7 @@ impl Upgrade {
             let config = WebSocketConfig::default()
                 .read_buffer_size(READ_BYTES)
                 .write_buffer_size(SMALL_MESSAGES_BYTES)
+                .max_write_buffer_size(MAX_UNSENT_BYTES)
                 .max_message_size(Some(room.max_message_bytes))
                 .max_frame_size(Some(room.max_message_bytes));
             let ledger = Ledger::default();
@@ -200,6 +207,12 @@ struct Meter {
     /// The room that is waited for, in KiB.
     waiting: Option<(u32, BoxFuture<'static, Held>)>,
     portions: Portions,
+    /// Control frames since the client last took anything.
+    unanswered: u32,
+    /// The client takes nothing at the moment.
+    blocked: bool,
+    /// The client broke the protocol in a way that the parser would find out too late.
+    broken: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -223,6 +236,9 @@ impl Meter {
             held_kib: 0,
             waiting: None,
             portions: Portions::default(),
+            unanswered: 0,
+            blocked: false,
+            broken: false,
         }
     }
 
@@ -246,6 +262,10 @@ impl Meter {
             if is_data {
                 self.message = self.message.saturating_add(length);
                 self.want();
+            } else {
+                // The parser holds all of a frame before it refuses one that is too large.
+                self.broken |= length > MAX_CONTROL_BYTES || !last;
+                self.unanswered = self.unanswered.saturating_add(1);
             }
             self.frame = Some(Frame { left: length, last: is_data && last });
             self.end_frame();
@@ -308,6 +328,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for Metered<S> {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let Self { io, meter } = &mut *self;
         ready!(meter.poll_room(context));
+        if meter.blocked && meter.unanswered >= MAX_UNANSWERED {
+            // Whatever lets the next write succeed wakes this task.
+            return Poll::Pending;
+        }
         let before = buffer.filled().len();
         match Pin::new(io).poll_read(context, buffer) {
             Poll::Ready(read) => {
@@ -318,6 +342,9 @@ impl<S: AsyncRead + Unpin> AsyncRead for Metered<S> {
                     meter.portions.reset();
                 }
                 meter.read(data);
+                if meter.broken {
+                    return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, "a control frame is too large or not whole")));
+                }
                 Poll::Ready(Ok(()))
             }
             // A message that holds room has to come to its end.
@@ -332,7 +359,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for Metered<S> {
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for Metered<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(context, data)
+        let written = Pin::new(&mut self.io).poll_write(context, data);
+        self.meter.blocked = written.is_pending();
+        if written.is_ready() {
+            self.meter.unanswered = 0;
+        }
+        written
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -400,6 +432,40 @@ mod tests {
         assert!(!held.is_empty() && !is_free(&budget, 100));
         drop(held);
         assert!(is_free(&budget, 100));
+    }
+
+    #[test]
+    fn oversized_or_fragmented_control_frame_breaks_the_socket() {
+        for (first, length) in [(0x89, 126), (0x89, 8 << 20), (0x09, 3)] {
+            let (mut meter, _ledger) = meter(&Budget::new(100));
+            meter.read(&frame(first, length));
+            assert!(meter.broken, "{first:x} {length}");
+        }
+        let (mut meter, _ledger) = meter(&Budget::new(100));
+        meter.read(&[frame(0x89, 125), vec![0; 125], frame(0x8a, 0)].concat());
+        assert!(!meter.broken && meter.unanswered == 2);
+    }
+
+    #[tokio::test]
+    async fn pings_of_a_client_that_takes_nothing_are_left_unread() {
+        let (ours, mut theirs) = tokio::io::duplex(256);
+        let (meter, _ledger) = meter(&Budget::new(100));
+        let mut metered = Metered { io: ours, meter };
+        let mut answered = 0;
+        let ping = [frame(0x89, 1), vec![0]].concat();
+        let mut buffer = [0; 7];
+        // Each ping is read and answered until nothing more is taken and the bound is reached.
+        loop {
+            use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+            theirs.write_all(&ping).await.unwrap();
+            if metered.read(&mut buffer).now_or_never().is_none() {
+                break;
+            }
+            let _ = metered.write(&[0; 3]).now_or_never();
+            answered += 1;
+            assert!(answered < 1000, "no end of it");
+        }
+        assert!(answered >= MAX_UNANSWERED, "{answered}");
     }
 
     #[test]

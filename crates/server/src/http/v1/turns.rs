@@ -1,10 +1,10 @@
 //! Requests that read much of a volume wait for a turn, of which each key has few: many of them at once
 //! would keep the threads for files from all other keys.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use axum::{
-    extract::{Request, State},
+    extract::{Query, Request, State},
     http::{Method, StatusCode, Uri},
     middleware::Next,
     response::{IntoResponse as _, Response},
@@ -18,7 +18,8 @@ use crate::http::access::Owner;
 const WAIT: Duration = Duration::from_secs(30);
 
 pub(super) async fn taken(State(api): State<Arc<Api>>, request: Request, next: Next) -> Response {
-    if request.method() != Method::GET || !reads_much(request.uri()) {
+    // axum has the handler of GET answer HEAD too.
+    if !matches!(*request.method(), Method::GET | Method::HEAD) || !reads_much(request.uri()) {
         return next.run(request).await;
     }
     let owner = request.extensions().get::<Owner>().and_then(|owner| owner.0.clone());
@@ -36,7 +37,11 @@ fn reads_much(uri: &Uri) -> bool {
     let path = uri.path().trim_end_matches('/');
     match path {
         "/v1/snapshots" | "/v1/filesystem-snapshots" => true,
-        "/v1/sandboxes" => uri.query().is_some_and(|query| query.contains("saved")),
+        // As the handler reads it: a name may be encoded.
+        "/v1/sandboxes" => match Query::<HashMap<String, String>>::try_from_uri(uri) {
+            Ok(Query(words)) => words.contains_key("saved"),
+            Err(_) => true,
+        },
         path => path.starts_with("/v1/sandboxes/") && (path.ends_with("/tree") || path.ends_with("/checkpoints")),
     }
 }
@@ -48,7 +53,13 @@ mod tests {
     #[test]
     fn lists_of_the_volume_take_turns_and_other_requests_do_not() {
         let takes = |uri: &str| reads_much(&uri.parse().unwrap());
-        for much in ["/v1/snapshots?limit=1", "/v1/filesystem-snapshots/", "/v1/sandboxes?saved=true", "/v1/sandboxes/x/tree"] {
+        for much in [
+            "/v1/snapshots?limit=1",
+            "/v1/filesystem-snapshots/",
+            "/v1/sandboxes?saved=true",
+            "/v1/sandboxes?s%61ved=true",
+            "/v1/sandboxes/x/tree",
+        ] {
             assert!(takes(much), "{much}");
         }
         for little in ["/v1/sandboxes", "/v1/sandboxes/x", "/v1/sandboxes/x/files/list?path=a", "/v1/filesystem-snapshots/n/layer"] {
