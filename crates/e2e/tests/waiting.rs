@@ -104,9 +104,9 @@ async fn what_clients_say_while_they_wait_is_bounded_and_their_going_is_noticed(
     let (mut waiting, taken): (Vec<_>, Vec<_>) = join_all(waiting.into_iter().map(talk)).await.into_iter().unzip();
     let more = host::rss(b.pid()).saturating_sub(before) >> 20;
     println!("of {PIECES} pieces of 4 MiB each client could send {taken:?}; the server has {more} MiB more");
-    assert!(taken.iter().all(|taken| (1..PIECES).contains(taken)), "{taken:?}");
-    // One piece of each, and what of the next was on its way.
-    assert!(more < CLIENTS as u64 * 16, "{more} MiB");
+    // Large messages of all clients of one tenant share a budget of 32 MiB: some send, the rest wait.
+    assert!(taken.iter().all(|taken| *taken < PIECES) && taken.iter().any(|taken| *taken > 0), "{taken:?}");
+    assert!(more < 128, "{more} MiB");
     // Whoever is still there when the registered one goes takes its place in the record: so that one goes last.
     let first = waiting.remove(0);
     drop(waiting);

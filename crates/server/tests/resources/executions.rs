@@ -9,7 +9,7 @@ async fn begin(server: &Running, sandbox: &Sandbox, more: &str, count: usize) ->
     let stream = send(server.address, ALICE, "POST", &path, more, &asked).await;
     let wanted = format!("sandboxer_executions_total {count}");
     let running = async {
-        while !text(server.address, "/metrics").await.contains(&wanted) {
+        while !text(server.metrics, "/metrics").await.contains(&wanted) {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
@@ -91,7 +91,7 @@ async fn execute_again(server: &Running, sandbox: &Sandbox, id: &str, code: &str
 }
 
 async fn executions(server: &Running) -> String {
-    let text = text(server.address, "/metrics").await;
+    let text = text(server.metrics, "/metrics").await;
     text.lines().find(|line| line.starts_with("sandboxer_executions_total")).unwrap().to_owned()
 }
 

@@ -179,18 +179,21 @@ impl Ground {
             collect_every: None,
         });
         settings.access = Access { keys: ApiKey::parse_list(&format!("{ALICE}\n{BOB}")).unwrap(), ..Access::default() };
+        // Of two keys neither sees the numbers at the address of clients.
+        settings.metrics_listen = Some("127.0.0.1:0".parse().unwrap());
         let images = Images::fixed(self.image());
         let server = Server::start(settings, Arc::new(runtime.clone()), images, HostLimits::none("a test")).await.unwrap();
-        let address = server.address().unwrap();
+        let (address, metrics) = (server.address().unwrap(), server.metrics_address().unwrap().unwrap());
         let (stop, stopped) = oneshot::channel();
         let task = tokio::spawn(server.serve(async { stopped.await.unwrap_or(StopHow::Restart) }));
-        Running { runtime, address, stop, task }
+        Running { runtime, address, metrics, stop, task }
     }
 }
 
 struct Running {
     runtime: Gated,
     address: SocketAddr,
+    metrics: SocketAddr,
     stop: oneshot::Sender<StopHow>,
     task: JoinHandle<()>,
 }
@@ -362,14 +365,14 @@ async fn whoever_waits_for_a_turn_when_the_server_stops_is_not_started_any_more(
     let server = ground.serve("a").await;
     let at_once = 2 * std::thread::available_parallelism().unwrap().get();
     server.runtime.may_start.forget_permits(MANY);
-    let address = server.address;
+    let (address, metrics) = (server.address, server.metrics);
     let creates = futures_util::future::join_all((0..at_once + 4).map(|_| ask(address, ALICE, "POST", "/v1/sandboxes", json!({}))));
     let stopping = async {
         let begun = server.runtime.starts.acquire_many(u32::try_from(at_once).unwrap());
         timeout(PATIENCE, begun).await.expect("as many as may").unwrap().forget();
         // All of them have been let in, and wait.
         let in_line = async {
-            while !text(address, "/metrics").await.contains(&format!("sandboxer_creates_total {}", at_once + 4)) {
+            while !text(metrics, "/metrics").await.contains(&format!("sandboxer_creates_total {}", at_once + 4)) {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
