@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::{fs, io::Write as _, path::Path, process::Command};
+use std::{fs, io::Write as _, net::TcpStream, path::Path, process::Command};
 
-use sandboxer_e2e::{Server, Volume, Ws, http, stderr_of, stdout_of};
+use sandboxer_e2e::{DEADLINE, Server, Volume, Ws, eventually, http, stderr_of, stdout_of};
 use serde_json::{Value, json};
 
 fn cli(server: &Server, arguments: &[&str]) -> Command {
@@ -124,6 +124,32 @@ async fn a_snapshot_leaves_as_a_layer_and_a_layer_enters_as_a_snapshot() {
     let _ = server.refuses(None, "GET", "/v1/filesystem-snapshots/bad", &Value::Null, 404, "not_found");
     assert!(fs::read_dir(server.data_dir().join("packing")).unwrap().next().is_none(), "nothing is left of what was refused");
     ws.expect_alive().await;
+}
+
+/// An archive stays on the server's disk while it is sent, whatever the cache may hold.
+#[tokio::test]
+async fn slow_downloads_of_one_key_are_bounded() {
+    const AT_ONCE: usize = 8;
+    let volume = Volume::default();
+    let server = volume.filesystems().start();
+    let mut ws = Ws::create(&server).await;
+    let _ = ws.bash("head -c 24M /dev/urandom > /root/noise").await.ok();
+    let path = format!("/v1/sandboxes/{}/filesystem-snapshot", ws.sandbox_id);
+    let _ = server.made(None, &path, &json!({"name": "large"}));
+    let layer = "/v1/filesystem-snapshots/large/layer";
+    let slow = || {
+        let mut stream = TcpStream::connect(server.address()).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.write_all(format!("GET {layer} HTTP/1.1\r\nHost: {}\r\n\r\n", server.address()).as_bytes()).unwrap();
+        // Its first byte is here, and the rest waits: it is more than the connection holds.
+        assert_eq!(stream.peek(&mut [0]).unwrap(), 1);
+        stream
+    };
+    let mut reading: Vec<TcpStream> = (0..AT_ONCE).map(|_| slow()).collect();
+    let _ = server.refuses(None, "GET", layer, &Value::Null, 429, "rate_limited");
+    reading.pop();
+    let free = || http::request(server.address(), "GET", layer, &[]).unwrap().status == 200;
+    eventually("a turn is free", DEADLINE, free).await;
 }
 
 #[tokio::test]

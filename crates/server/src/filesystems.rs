@@ -35,7 +35,7 @@ use crate::{
     images::Images,
     limits::Limits,
     manager::CreateError,
-    shares::Shares,
+    shares::{Share, Shares},
     templates::{TemplateSettings, Templates},
 };
 
@@ -46,6 +46,8 @@ const ROOM_BYTES: u64 = 1 << 30;
 const MAX_CONTENT_BYTES: u64 = 64 << 30;
 /// Archives of one API key that are taken in from outside at once, and twice as many in all.
 const MAX_IMPORTS: u64 = 8;
+/// Archives that are sent to one API key at once.
+const MAX_EXPORTS: u64 = 8;
 /// Smaller packs than those of checkpoints: two are in memory while one is saved.
 const PACK_BYTES: usize = 6 << 20;
 
@@ -90,6 +92,7 @@ pub(crate) struct Filesystems {
     /// Bytes of archives on this machine's disk that are not snapshots yet.
     disk: Shares,
     imports: Shares,
+    exports: Shares,
     pub(crate) templates: Option<Templates>,
 }
 
@@ -160,6 +163,7 @@ impl Filesystems {
             limits,
             threads: Threads::in_background("archives", archive_threads()),
             imports: Shares::new(MAX_IMPORTS),
+            exports: Shares::new(MAX_EXPORTS),
             templates: templates.map(|settings| Templates::open(data_dir.join("templates"), settings)).transpose()?,
         })
     }
@@ -276,6 +280,14 @@ impl Filesystems {
     /// The image that a snapshot lies on: of this machine, or else from the volume.
     pub(crate) async fn image(&self, digest: ImageDigest, images: &Images) -> Result<PathBuf, CreateError> {
         self.images.find(digest, images).await.map_err(|why| unusable(&format!("it needs the image {digest}: {why}")))
+    }
+
+    /// A turn to send an archive of so many bytes. The archive stays on this machine's disk for as long,
+    /// beyond the bound of the cache, so it counts as the key's.
+    pub(crate) fn export_turn(&self, owner: Option<&str>, bytes: u64) -> Result<[Share; 2], Refusal> {
+        let turn = self.exports.take(owner, 1).ok_or_else(busy)?;
+        let disk = self.disk.take(owner, bytes).ok_or_else(busy)?;
+        Ok([turn, disk])
     }
 
     /// The archive, checked: from this machine's own disk, or else from the volume. If it was replaced while it was read, and its data collected, it is the newer

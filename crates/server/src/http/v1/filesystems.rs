@@ -91,13 +91,16 @@ pub(super) async fn delete(of: Of) -> Result<StatusCode, ApiError> {
 pub(super) async fn export(of: Of) -> Result<Response, ApiError> {
     let filesystems = kept(&of.api)?;
     let manifest = filesystems.find(of.who(), parse(&of.id)?).await.map_err(unreadable)?.ok_or_else(unknown)?;
-    let (layer, bytes) = (filesystems.export(manifest.clone()).await?, manifest.raw_bytes());
+    let bytes = manifest.raw_bytes();
+    let turn = filesystems.export_turn(of.who(), bytes).map_err(refusal)?;
+    let layer = filesystems.export(manifest).await?;
     let file = tokio::fs::File::open(&layer.path).await.map_err(|error| internal(&error.to_string()))?;
     let stream = ReaderStream::with_capacity(file, PIECE_BYTES);
     // The archive stays where it is until all of it was sent.
-    let stream = futures_util::stream::unfold((stream, layer), |(mut stream, layer)| async move {
+    let held = (layer, turn);
+    let stream = futures_util::stream::unfold((stream, held), |(mut stream, held)| async move {
         let piece = futures_util::StreamExt::next(&mut stream).await?;
-        Some((piece, (stream, layer)))
+        Some((piece, (stream, held)))
     });
     let headers = [(header::CONTENT_TYPE, LAYER.to_owned()), (header::CONTENT_LENGTH, bytes.to_string())];
     Ok((headers, Body::from_stream(stream)).into_response())
