@@ -1,4 +1,4 @@
-//! What one API key does to a server harms no other: its stalled bodies, large messages, compressed
+//! Attacks with one API key harm no other key: stalled bodies, large messages, compressed
 //! archives and connections are bounded, and another key's sandboxes go on as before.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
@@ -21,7 +21,7 @@ use tokio::{
 
 const ALICE: (&str, &str) = ("X-API-Key", "key-of-alice-0123456789");
 const BOB: (&str, &str) = ("X-API-Key", "key-of-bob-0123456789");
-/// What the server may need while one key does all that it can.
+/// The memory that the server may need during all attacks of one key.
 const MAX_RSS_KIB: u64 = 256 * 1024;
 /// How much slower another key's sandbox may answer then.
 const SLOWER: u32 = 3;
@@ -133,7 +133,7 @@ async fn hostile_connections_of_one_key_leave_another_alone() {
     assert!(attacked <= idle * SLOWER, "an echo took {idle:?} without and {attacked:?} under attack");
     assert!(worst <= FROZEN, "an echo took {worst:?}");
     assert!(largest <= MAX_RSS_KIB, "the server had {largest} KiB");
-    // What was refused is removed.
+    // A refused archive is removed.
     let left = || fs::read_dir(server.data_dir().join("packing")).unwrap().count();
     eventually("nothing of it is left", DEADLINE, || left() == 0).await;
 }

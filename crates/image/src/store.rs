@@ -273,7 +273,7 @@ impl ImageStore {
         Ok((same_recipe && image.agent.as_ref() == Some(agent_digest())).then_some(image))
     }
 
-    /// What a base image is made of: the recipe of its tree, and the authorities that are added.
+    /// The ingredients of a base image: the recipe of its tree, and the authorities that are added.
     fn digest_of(&self, recipe: &Recipe) -> Digest {
         match &self.authorities {
             None => recipe.digest(),

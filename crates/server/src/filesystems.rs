@@ -158,7 +158,7 @@ impl Filesystems {
             key,
             collect_every,
             work,
-            // One key may have the largest archive under way, or several smaller ones.
+            // Each key may have the largest archive under way, or several smaller ones.
             disk: Shares::new(limits.bytes),
             limits,
             threads: Threads::in_background("archives", archive_threads()),
@@ -199,7 +199,7 @@ impl Filesystems {
                 let _ = self.threads.run(move || drop(dir)).await;
                 return Err(match why {
                     NotTaken::Busy => busy(),
-                    // What a sandbox sends is our own agent's, unless that was taken over.
+                    // A sandbox's archive comes from our own agent, unless the guest took the agent over.
                     NotTaken::Refused(why) if form == Form::Any => (ErrorCode::InvalidField, format!("The archive is refused: {why}.")),
                     NotTaken::Refused(why) | NotTaken::Failed(why) => failed(&why),
                 });

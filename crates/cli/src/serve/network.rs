@@ -9,7 +9,7 @@ const MAX_DOMAIN_BYTES: usize = 180;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct NetworkArgs {
-    /// What sandboxes may ask for in network.allow: NAME[:PORT], *.NAME[:PORT], * for every name, an address, or a preset (@pypi, @npm, @debian); no port: 80
+    /// Hosts that sandboxes may ask for in network.allow: NAME[:PORT], *.NAME[:PORT], * for every name, an address, or a preset (@pypi, @npm, @debian); no port: 80
     /// and 443, * for every port. May be given several times; without it they have no network
     #[arg(long, env = "SANDBOXER_NETWORK_ALLOW", value_delimiter = ',', value_name = "RULE")]
     network_allow: Vec<String>,

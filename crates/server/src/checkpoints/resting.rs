@@ -106,7 +106,7 @@ impl Checkpoints {
             match rest {
                 Ok(rest) => found.extend(rest),
                 Err(why) => {
-                    // One that can't be read keeps no others from the list, unless none can be.
+                    // A record that can't be read keeps no others from the list, unless none can be read.
                     self.answers().await?;
                     warn!(why, id = %name.id(), "the record of a sandbox can't be read, so it is not listed");
                     damaged.push(name.id());

@@ -95,7 +95,7 @@ impl ApiKey {
         Ok(())
     }
 
-    /// What the operator has to know of a key without a name.
+    /// The advice for the operator about a key without a name.
     #[must_use]
     pub fn note(&self) -> Option<String> {
         let line = self.unnamed?;
@@ -160,7 +160,7 @@ impl Access {
     }
 }
 
-/// What a request gives as its key.
+/// The key in a request's headers.
 fn given_key(headers: &HeaderMap) -> Option<&str> {
     let bearer = headers.get(header::AUTHORIZATION).and_then(|value| {
         let (scheme, key) = value.to_str().ok()?.split_once(' ')?;
