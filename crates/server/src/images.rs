@@ -26,7 +26,7 @@ pub enum BaseImage {
     Failed(String),
 }
 
-/// What executions get from their image where their sandbox asked for nothing else.
+/// Settings that executions get from their image unless the creator of the sandbox gave others.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ImageDefaults {
     pub(crate) env: BTreeMap<String, String>,
@@ -34,8 +34,8 @@ pub(crate) struct ImageDefaults {
 }
 
 impl ImageDefaults {
-    /// An entry of the environment that no program could be given, and a relative directory, are
-    /// left out: whoever made the image is not trusted.
+    /// Leaves out environment entries that no program could be given, and a relative directory: the
+    /// maker of the image is not trusted.
     fn of(image: &Image) -> Self {
         let pair = |entry: &String| entry.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned()));
         let is_good = |(name, value): &(String, String)| !name.is_empty() && !name.contains('\0') && !value.contains('\0');

@@ -31,7 +31,7 @@ pub(crate) struct Dir {
 
 /// Opens the root by its path, which is the operator's: only its last component must be no link.
 ///
-/// It is opened anew for each operation. A volume that is no longer mounted is not written to.
+/// Each operation opens the root anew, so that nothing is written to a volume that was unmounted.
 pub(crate) fn open_root(root: &Path) -> io::Result<Dir> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW;
     let open = OpenOptions::new().read(true).custom_flags(flags).open(root)?;
@@ -102,7 +102,7 @@ mod tests {
         }
         let dir = open("a/b").unwrap();
         assert!(dir.open_file("other").is_err() && dir.open_file("..").is_err());
-        // What takes its name meanwhile changes nothing.
+        // A link that takes the directory's name meanwhile changes nothing.
         fs::rename(root.path().join("a"), root.path().join("moved")).unwrap();
         symlink(outside.path(), root.path().join("a")).unwrap();
         fs::write(dir.at("new"), "x").unwrap();

@@ -101,8 +101,8 @@ impl Place {
         let Some(name) = names.last() else { return Err(at(path)(io::ErrorKind::NotFound.into())) };
         let below = self.below(names, path)?;
         mkdirat(parent, *name, Mode::from_bits_truncate(0o755)).map_err(at_errno(path))?;
-        // A guest may put a link in the place of the new directory, and gVisor follows a link that
-        // `O_DIRECTORY` is asked of: only the directory itself is good.
+        // The guest may have put a link in the place of the new directory, and gVisor would follow it
+        // in spite of `O_NOFOLLOW`.
         let dir = open_directory(parent.as_fd(), name).map_err(at_errno(path))?;
         if let Some(below) = below {
             let about = fstat(&below).map_err(at_errno(path))?;

@@ -37,7 +37,7 @@ struct Unproven {
     open: BTreeMap<u64, CancellationToken>,
 }
 
-/// One connection, until this is dropped.
+/// A connection that counts until this value is dropped.
 pub(crate) struct Connection {
     table: Arc<Table>,
     number: u64,

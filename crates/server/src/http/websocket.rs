@@ -478,7 +478,7 @@ mod tests {
         assert!(has_room(&mut first) && !has_room(&mut second));
         drop(first);
         assert!(has_room(&mut second));
-        // One that is larger than a key's share takes all of it.
+        // A message that is larger than a key's share takes all of the share.
         drop(second);
         let (mut large, _ledger) = meter(&budget);
         large.read(&frame(0x81, u64::MAX));

@@ -21,7 +21,7 @@ use crate::sandbox::tunnel::TunnelStream;
 
 /// How long a program may take to close its side.
 const CLOSES_WITHIN: Duration = Duration::from_secs(5);
-/// What is read of its remaining data at once, and dropped.
+/// The size of one read of the program's remaining data, which is dropped.
 const DISCARD_BYTES: usize = 16 * 1024;
 
 /// A stream that waits for its program's end when it is dropped after its own.

@@ -1,4 +1,4 @@
-//! What is answered to whom: keys and tokens, the reason of an end, status codes.
+//! Answers by caller: keys and tokens, the reason of an end, status codes.
 
 use sandboxer_runtime::End;
 

@@ -26,7 +26,7 @@ async fn an_execution_keeps_its_sandbox_for_as_long_as_its_caller_is_there() {
         let caller = begin(&a, &sandbox, more, count).await;
         a.attach(&sandbox).await.expect("SANDBOX_IN_USE").await;
         drop(caller);
-        // It may take a moment until the server knows that the caller has gone.
+        // The server may take a moment to notice that the caller has gone.
         let attached = async {
             loop {
                 let mut ws = a.attach(&sandbox).await;
@@ -38,7 +38,7 @@ async fn an_execution_keeps_its_sandbox_for_as_long_as_its_caller_is_there() {
             }
         };
         let mut ws = timeout(PATIENCE, attached).await.unwrap();
-        // What was begun goes on, and is who attaches' to end.
+        // The program goes on, and the client that attaches may end it.
         ws.0.send(Message::text(json!({"action": "kill_process"}).to_string())).await.unwrap();
         loop {
             let told = ws.status_but(&[]).await;

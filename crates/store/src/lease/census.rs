@@ -14,7 +14,7 @@ struct Counts {
     frozen: AtomicUsize,
 }
 
-/// One lease in the census, until it is dropped.
+/// A lease that counts in the census until this value is dropped.
 pub(super) struct Counted {
     census: Census,
     frozen: bool,
